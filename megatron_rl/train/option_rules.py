@@ -17,8 +17,6 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    PolicyMetrics,
-    RouterReplay,
     SupportUse,
     TermScore,
 )
@@ -271,15 +269,6 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
 
 
-def check_router_replay(options: TrainLaunch) -> Iterator[str]:
-    replays, metrics = options.router_replay != RouterReplay.NONE, options.settings["policy_metrics"]
-    if options.num_experts is not None and options.check_router_replay and not replays and metrics == PolicyMetrics.NONE:
-        yield (
-            f"--check-router-replay with --policy-metrics {metrics} and without --router-replay has no effect: it would only "
-            "measure policy/route_agreement; remove one of them, or choose --router-replay rollout"
-        )
-
-
 def check_steps(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout >= 1:
         yield (
@@ -436,7 +425,6 @@ RULES = (
     check_divisions,
     check_head_width,
     check_experts,
-    check_router_replay,
     check_steps,
     check_advantage_normalization,
     check_corrections,

@@ -55,7 +55,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 128,
         "moe_aux_loss_coeff": 1e-3,
         "router_aux_loss": RouterAuxLoss.EXACT.value,
-        "check_router_replay": True,
     },
 }
 
@@ -178,14 +177,9 @@ class RolloutOptions:
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): what "
-        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too.",
+        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too. Each step "
+        "compares what routers used with what was replayed.",
         choices=tuple(kind.value for kind in RouterReplay),
-        needs=OF_ROUTERS,
-    )
-    check_router_replay: bool = flag(
-        False,
-        "Compare the experts of each micro-batch and layer in training with the replayed ones, and stop where they differ; "
-        "without replay measure the share of tokens that go to the sampler's experts.",
         needs=OF_ROUTERS,
     )
 
