@@ -24,7 +24,7 @@ from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.tasks import make_task
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 pytestmark = pytest.mark.megatron
 
 SMALL = "--prompts-per-rollout 2 --samples-per-prompt 3 --lr 1e-2 --no-plot --no-tensorboard"

@@ -98,12 +98,6 @@ class ModelOptions:
         None,
         "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
     )
-    hf_loader: str | None = flag(
-        None,
-        "own: this package's mapping; bridge: Megatron-Bridge. Unset: own where it knows the architecture, else bridge.",
-        choices=("own", "bridge"),
-        needs=("hf_checkpoint", "it says how that folder is read"),
-    )
     num_layers: int = count(2, "Transformer layers.")
     hidden_size: int = count(64, "Width of the transformer.")
     num_attention_heads: int = count(4, "Attention heads.")

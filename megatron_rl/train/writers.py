@@ -25,8 +25,6 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 REWARD = "rollout/reward"
 LENGTH = "rollout/response_length"
 WITHOUT_SIGNAL = "rollout/groups_without_signal"
-# For the watchdog alone; metrics.jsonl has them not, because a run that is resumed measures them at other steps.
-MOVED_KL, CHANGED_WEIGHTS = "moved/kl", "moved/changed_weights"
 KL = "policy/kl_new_old"
 CLIP_FRACTION = "policy/clipped_ratio_fraction"
 ENTROPY = "policy/entropy"
