@@ -99,9 +99,9 @@ FLAGS_OF_OTHERS = {
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --seconds --stages",
     "srun": "--kill-on-bad-exit",
-    "earlier versions, in the changelog": "--companion --eval-interval --hf-loader --launch-only --max-microbatches "
-    "--metrics-writer --overlong --plot --ranks --real --response-lengths --reward-batched --reward-timeout --rollout-dump "
-    "--settings --support --target-reward-window --tokens --x-axis",
+    "earlier versions, in the changelog": "--check-router-replay --companion --eval-interval --hf-loader --launch-only "
+    "--max-microbatches --metrics-writer --overlong --plot --ranks --real --response-lengths --reward-batched --reward-timeout "
+    "--rollout-dump --settings --support --target-reward-window --tokens --x-axis",
 }
 
 

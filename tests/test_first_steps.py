@@ -199,8 +199,7 @@ RUNS = [
     pytest.param(replace(GRPO, fused_lm_head_loss=True), 2, {CP: 2}, {}, {}, id="grpo, fused head, CP2"),
     pytest.param(DPPO, 2, {}, {}, {}, id="dppo_tv, DP2"),
     pytest.param(replace(GSPO, docs_per_step=8), 1, {}, {"steps_per_rollout": 1}, {}, id="gspo, steps of documents"),
-    pytest.param(GRPO, 1, {}, {"router_replay": "rollout", "check_router_replay": True}, EXPERTS, id="experts, R3"),
-    pytest.param(GRPO, 1, {}, {"check_router_replay": True}, EXPERTS, id="experts"),
+    pytest.param(GRPO, 1, {}, {"router_replay": "rollout"}, EXPERTS, id="experts, R3"),
 ]
 
 

@@ -70,8 +70,7 @@ class SampledRollouts:
     def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, samples_per_prompt: int):
         self._trainer, self._task, self._options = trainer, task, options
         self._samples_per_prompt = samples_per_prompt
-        is_replayed = options.router_replay == RouterReplay.ROLLOUT
-        self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
+        self._records_routes = options.router_replay == RouterReplay.ROLLOUT
         self._keeps_ids = options.top_p < 1.0
         self._settings = SamplingSettings(
             max_new_tokens=task.max_new_tokens,
@@ -172,7 +171,6 @@ class Evaluation:
             prompts_per_rollout=num_prompts,
             seed=options.seed + 1,
             router_replay=RouterReplay.NONE.value,
-            check_router_replay=False,
         )
         self._rollouts = SampledRollouts(trainer, task, plain, 1)
 

@@ -17,8 +17,6 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    PolicyMetrics,
-    RouterReplay,
     SupportUse,
     TermScore,
 )
@@ -40,7 +38,7 @@ from megatron_rl.validation.checks import problems_of
 LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
 # What --hf-checkpoint decides.
 OF_THE_FOLDER = (
-    *("task", "vocab_size", "end_token", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
+    *("task", "vocab_size", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
     *("moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers"),
 )
 DIVISIONS = (
@@ -235,13 +233,7 @@ def check_needs(options: TrainLaunch) -> Iterator[str]:
 
 
 def check_task(options: TrainOptions) -> Iterator[str]:
-    yield from task_problems(
-        options.task,
-        prompts=options.prompts,
-        reward=options.reward,
-        max_new_tokens=options.max_new_tokens,
-        end_token=options.end_token,
-    )
+    yield from task_problems(options.task, prompts=options.prompts, reward=options.reward, max_new_tokens=options.max_new_tokens)
 
 
 def check_divisions(options: TrainOptions) -> Iterator[str]:
@@ -264,15 +256,6 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
     """Beside the rule experts_do_not_depend_on_the_layout."""
     if options.num_experts is not None and options.moe_router_topk > options.num_experts:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
-
-
-def check_router_replay(options: TrainLaunch) -> Iterator[str]:
-    replays, metrics = options.router_replay != RouterReplay.NONE, options.settings["policy_metrics"]
-    if options.num_experts is not None and options.check_router_replay and not replays and metrics == PolicyMetrics.NONE:
-        yield (
-            f"--check-router-replay with --policy-metrics {metrics} and without --router-replay has no effect: it would only "
-            "measure policy/route_agreement; remove one of them, or choose --router-replay rollout"
-        )
 
 
 def check_steps(options: TrainOptions) -> Iterator[str]:
@@ -421,7 +404,6 @@ RULES = (
     check_divisions,
     check_head_width,
     check_experts,
-    check_router_replay,
     check_steps,
     check_advantage_normalization,
     check_corrections,

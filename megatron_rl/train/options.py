@@ -53,7 +53,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 128,
         "moe_aux_loss_coeff": 1e-3,
         "router_aux_loss": RouterAuxLoss.EXACT.value,
-        "check_router_replay": True,
     },
 }
 
@@ -150,7 +149,6 @@ class RolloutOptions:
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
-    end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     advantage_normalization: str = flag(
@@ -171,14 +169,9 @@ class RolloutOptions:
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): what "
-        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too.",
+        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too. Each step "
+        "compares what routers used with what was replayed.",
         choices=tuple(kind.value for kind in RouterReplay),
-        needs=OF_ROUTERS,
-    )
-    check_router_replay: bool = flag(
-        False,
-        "Compare the experts of each micro-batch and layer in training with the replayed ones, and stop where they differ; "
-        "without replay measure the share of tokens that go to the sampler's experts.",
         needs=OF_ROUTERS,
     )
 
