@@ -99,15 +99,12 @@ FLAGS_OF_OTHERS = {
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --seconds --stages",
     "srun": "--kill-on-bad-exit",
-    "earlier versions, in the changelog": "--check-router-replay --companion --eval-interval --hf-loader --launch-only "
-    "--max-microbatches --metrics-writer --overlong --plot --ranks --real --response-lengths --reward-batched --reward-timeout "
-    "--rollout-dump --settings --support --target-reward-window --tokens --x-axis",
 }
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_every_flag_of_a_page_is_somebodys(page):
-    """Catches a flag of ours that was renamed: no parser has it, and it is nobody else's."""
+    """Catches a flag of ours that was renamed: no parser has it, and it is nobody else's. The changelog names what went."""
     known = our_flags() | flags_of_hosts() | flags_of_torchrun() | set(" ".join(FLAGS_OF_OTHERS.values()).split())
     named = set(re.findall(r"(?<![\w/-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*", text_of(page)))
     assert sorted(named - known) == []
