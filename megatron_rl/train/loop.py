@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts, truncate_rollouts
@@ -210,6 +211,9 @@ class TrainingRun:
             rollout = self._rollouts.get(progress.num_rollouts, policy_version=progress.num_steps)
             if rollout is None:
                 return
+            is_shown = options.show_samples and progress.num_rollouts % ROLLOUTS_BETWEEN_SAMPLES == 0
+            if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
+                self._show(self._rollouts.lines_about(rollout, options.show_samples))
             headers = rollout.headers
             reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
@@ -219,6 +223,15 @@ class TrainingRun:
             parts = self._cut(rollout)
             for number, (microbatches, num_documents) in enumerate(parts, 1):
                 yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
+
+    def _show(self, lines: list[str]) -> None:
+        """On the terminal, beside the bar, and in SAMPLES_FILE."""
+        say = partial(print if self._bar is None else self._bar.write, file=sys.stderr)
+        path = self._output_dir / SAMPLES_FILE
+        with names_what_cannot_be_written(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            for line in lines:
+                print(line, file=file)
+                say(line)
 
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""

@@ -258,6 +258,11 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
 
 
+def check_show_samples(options: TrainOptions) -> Iterator[str]:
+    if options.show_samples and options.rollouts is not None:
+        yield f"--show-samples {options.show_samples} has no effect with --rollouts, where nothing is sampled: remove it"
+
+
 def check_steps(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout >= 1:
         yield (
@@ -404,6 +409,7 @@ RULES = (
     check_divisions,
     check_head_width,
     check_experts,
+    check_show_samples,
     check_steps,
     check_advantage_normalization,
     check_corrections,
