@@ -98,8 +98,8 @@ FLAGS_OF_OTHERS = {
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --seconds --stages",
-    "earlier versions, in the changelog": "--check-router-replay --companion --hf-loader --launch-only --max-microbatches --overlong "
-    "--plot --ranks --real --response-lengths --reward-batched --reward-timeout --rollout-dump --settings --support --tokens",
+    "earlier versions, in the changelog": "--check-router-replay --companion --hf-loader --launch-only --max-microbatches --ranks "
+    "--overlong --plot --real --response-lengths --reward-batched --reward-timeout --rollout-dump --settings --support --tokens",
 }
 
 

@@ -29,7 +29,7 @@ from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
-from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
+from megatron_rl.train.rollout_files import recorded_group_size
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
@@ -361,7 +361,7 @@ def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
 
 
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is not None and not existing_parts(options.rollouts):
+    if options.rollouts is not None and not os.path.isfile(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
     if options.save_rollouts is None:
         return
@@ -371,9 +371,9 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
     elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
-    elif existing_parts(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
+    elif os.path.isfile(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
         yield (
-            f"--save-rollouts {existing_parts(options.save_rollouts)[0]} exists: two runs in one file cannot be replayed; give "
+            f"--save-rollouts {options.save_rollouts} exists: two runs in one file cannot be replayed; give "
             "another name, or --overwrite or --resume"
         )
 
