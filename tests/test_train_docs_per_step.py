@@ -29,7 +29,7 @@ from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import with_ref_log_probs
 from megatron_rl.train.document_steps import DocumentSteps, Done, done_after, size_of_steps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample
 
@@ -226,17 +226,6 @@ def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_pat
     assert shared.metrics_of("out") == expected
 
 
-def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, ragged):
-    """FB-89: an error, and no wait for documents that do not come."""
-    arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 16 --micro-batch-size 1 --max-microbatches 3"
-    command = Command(arguments, tmp_path / "logs", num_ranks=2)
-    assert command.wait() == [1, 1]
-    for rank in (0, 1):
-        text = command.output(rank=rank)
-        assert "raise --micro-batch-size" in text and "--max-microbatches" in text and "docs_per_step=16 has 6 documents" in text
-    assert shared.metrics_of("out") == []
-
-
 @pytest.mark.parametrize("docs_per_step", [8, 24])
 def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_rank(pool, tmp_path, docs_per_step):
     """FB-55: twenty masked documents. Steps of 24 count them with twelve others; the third step of 8 has nothing else."""
@@ -288,12 +277,10 @@ def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
 def steps_on_rank(rank, path, config, micro_batch_size):
     """Trains on a file; (of each step: this rank's documents, sizes of micro-batches, metrics), weights, the data-parallel rank."""
     trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
-    options = TrainOptions(micro_batch_size=micro_batch_size)
+    options = TrainOptions(micro_batch_size=micro_batch_size, rollouts=path)
     found = []
     with DocumentSteps(trainer, options, config) as documents:
-        for step in documents.of_file(
-            ReplayedRollouts(path, ReplayRules(vocab_size=VOCABULARY), first=0), first_rollout=0, state=None
-        ):
+        for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
             metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
             found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()

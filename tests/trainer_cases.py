@@ -159,7 +159,6 @@ def run_loop(
             "max_sequence_length": task.max_prompt_tokens + task.max_new_tokens,
             "packed": options.packed,
             "router_replay": options.router_replay,
-            "check_router_replay": options.check_router_replay,
             **(settings or {}),
         },
     )

@@ -56,7 +56,6 @@ def run(args: Namespace) -> int:
         prompts=options.prompts,
         reward=options.reward,
         max_new_tokens=options.max_new_tokens,
-        end_token=options.end_token,
         hf_checkpoint=options.hf_checkpoint,
         vocab_size=options.vocab_size,
     )

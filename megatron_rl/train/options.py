@@ -55,7 +55,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 128,
         "moe_aux_loss_coeff": 1e-3,
         "router_aux_loss": RouterAuxLoss.EXACT.value,
-        "check_router_replay": True,
     },
 }
 
@@ -152,7 +151,6 @@ class RolloutOptions:
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
-    end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     advantage_normalization: str = flag(
@@ -163,19 +161,9 @@ class RolloutOptions:
     )
     top_p: float = flag(
         1.0,
-        "Sample from the fewest most probable tokens whose mass reaches this; as --top-k and --min-p, after the temperature. The "
+        "Sample from the fewest most probable tokens whose mass reaches this, after the temperature. The "
         "kept ids are recorded, and all log-probabilities of the loss are over them (--sampling-support replay).",
         must=Range("above 0 and at most 1; 1 turns it off", lambda value: 0 < value <= 1),
-    )
-    top_k: int = flag(
-        -1,
-        "Sample from as many most probable tokens, before --top-p; -1 turns it off.",
-        must=Range("at least 1, or -1, which turns it off", lambda value: value >= 1 or value == -1),
-    )
-    min_p: float = flag(
-        0.0,
-        "Sample from tokens that are at least this times as probable as the most probable one, after --top-p; 0 turns it off.",
-        must=Range("at least 0 and at most 1; 0 turns it off", lambda value: 0 <= value <= 1),
     )
     seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
     rollouts: str | None = flag(None, "Train on recorded rollouts of --save-rollouts instead.")
@@ -183,14 +171,9 @@ class RolloutOptions:
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): what "
-        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too.",
+        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too. Each step "
+        "compares what routers used with what was replayed.",
         choices=tuple(kind.value for kind in RouterReplay),
-        needs=OF_ROUTERS,
-    )
-    check_router_replay: bool = flag(
-        False,
-        "Compare the experts of each micro-batch and layer in training with the replayed ones, and stop where they differ; "
-        "without replay measure the share of tokens that go to the sampler's experts.",
         needs=OF_ROUTERS,
     )
 
@@ -223,11 +206,6 @@ class StepOptions:
     )
     micro_batch_size: int | None = count(
         None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
-    )
-    max_microbatches: int | None = count(
-        None,
-        "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.",
-        needs=("docs_per_step", "it bounds the steps of that flag"),
     )
 
 
