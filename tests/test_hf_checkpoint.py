@@ -554,6 +554,13 @@ def test_a_folder_without_weights_or_settings_is_refused(checkpoints, tmp_path):
         read_hf_model(tmp_path)
 
 
+def test_a_name_of_the_hub_is_told_how_to_fetch_it():
+    with pytest.raises(ConfigError, match="there is no such folder: .* `hf download Qwen/Qwen3 --local-dir models/Qwen3`$"):
+        read_hf_model("Qwen/Qwen3")
+    with pytest.raises(ConfigError, match="^--hf-checkpoint models/of/mine: there is no such folder$"):
+        read_hf_model("models/of/mine")
+
+
 def test_a_sequence_beyond_the_positions_is_refused(pool, checkpoints):
     def on_rank(rank):
         model = read_hf_model(checkpoints["llama"][0])

@@ -25,7 +25,6 @@ from megatron_rl.files.json_values import Fields, read_json
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_gather_stack, resolve_group, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
-from megatron_rl.train.checkpoints import kind_of_checkpoint
 from megatron_rl.train.hf_experts import is_name_of_packed, joined, parts_of
 from megatron_rl.train.hf_mapping import EXPERT_BIAS, Source, sources
 from megatron_rl.train.hf_model import QUANTIZATION, HFModel, architecture_of, described
@@ -55,9 +54,6 @@ def read_hf_model(folder: str | Path) -> HFModel:
     if not folder.is_dir():
         fetch = f": a model of the Hub is fetched with `hf download {folder} --local-dir models/{folder.name}`"
         raise ConfigError(f"--hf-checkpoint {folder}: there is no such folder{fetch if len(folder.parts) == 2 else ''}")
-    other = None if (folder / CONFIG).exists() else kind_of_checkpoint(folder)
-    if other is not None:
-        raise ConfigError(f"--hf-checkpoint {folder} is no Hugging Face folder: {other}")
     fields = Fields.of_file(folder / CONFIG, "no folder of a Hugging Face checkpoint")
     architecture = architecture_of(fields)
     with Files(folder) as files:

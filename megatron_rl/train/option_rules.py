@@ -21,7 +21,6 @@ from megatron_rl.config import (
     TermScore,
 )
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
@@ -194,8 +193,12 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
-    if options.wandb_project is not None and find_spec("wandb") is None:
-        yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
+    if options.wandb_project is None:
+        return
+    if missing := [name for name in ("wandb", "tensorboard") if find_spec(name) is None]:
+        yield f"--wandb-project {options.wandb_project} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+    if not options.tensorboard:
+        yield f"--wandb-project {options.wandb_project} sends the events of TensorBoard: remove --no-tensorboard"
 
 
 def meaning_of(option: dataclasses.Field[Any]) -> str:
@@ -253,6 +256,11 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
     """Beside the rule experts_do_not_depend_on_the_layout."""
     if options.num_experts is not None and options.moe_router_topk > options.num_experts:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
+
+
+def check_show_samples(options: TrainOptions) -> Iterator[str]:
+    if options.show_samples and options.rollouts is not None:
+        yield f"--show-samples {options.show_samples} has no effect with --rollouts, where nothing is sampled: remove it"
 
 
 def check_steps(options: TrainOptions) -> Iterator[str]:
@@ -352,14 +360,6 @@ def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
-    if options.metrics_writer is not None:
-        try:
-            import_dotted(options.metrics_writer, "--metrics-writer")
-        except ConfigError as error:
-            yield str(error)
-
-
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is not None and not os.path.isfile(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
@@ -409,13 +409,13 @@ RULES = (
     check_divisions,
     check_head_width,
     check_experts,
+    check_show_samples,
     check_steps,
     check_advantage_normalization,
     check_corrections,
     check_sampling_filter,
     check_token_selection,
     check_docs_per_step,
-    check_metrics_writer,
     check_rollout_files,
     check_world_size,
     check_start,

@@ -310,8 +310,11 @@ class PolicyTrainer:
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
         description = {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
-        numbers = {"--num-experts": self.settings.experts.get("num_moe_experts"), "--mtp-num-layers": self.settings.mtp_num_layers}
-        return description | {name: number or 0 for name, number in numbers.items()}
+        description["--num-experts"] = self._model_config.num_moe_experts or 0
+        description["--mtp-num-layers"] = self.settings.mtp_num_layers or 0
+        # Megatron has one more optimiser where experts are spread over ranks, and saves it apart.
+        description["--expert-model-parallel-size"] = self._model_config.expert_model_parallel_size
+        return description
 
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
