@@ -84,8 +84,8 @@ def build_hf_model(model: HFModel, config: Any, *, max_sequence_length: int, vp_
     return gpt
 
 
-def check_length(model: Any, length: int) -> None:
-    """Raises ConfigError for a length beyond the positions of the model, an HFModel or a BridgedModel."""
+def check_length(model: HFModel, length: int) -> None:
+    """Raises ConfigError for a length beyond the positions of the model."""
     if length > model.max_position_embeddings:
         raise ConfigError(
             f"sequences of {length} tokens are longer than max_position_embeddings={model.max_position_embeddings} "

@@ -17,7 +17,6 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    Overlong,
     PolicyMetrics,
     RouterReplay,
     SupportUse,
@@ -27,15 +26,14 @@ from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_bridge import BridgedModel, LoadedModel, read_model
-from megatron_rl.train.hf_checkpoint import copied_files
+from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
+from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
-from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file, path_problem
+from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
-from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
 
@@ -64,8 +62,6 @@ class TrainLaunch(TrainOptions):
     world_size: int = 1
     num_query_groups: int = 0
     """Of the model of --hf-checkpoint, where its folder can be read."""
-    is_bridged: bool = False
-    """Whether that model is loaded by Megatron-Bridge."""
 
     @classmethod
     def of(cls, options: TrainOptions, settings: Mapping[str, Any], **beside: Any) -> TrainLaunch:
@@ -79,13 +75,12 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     It looks at files: call it before the process group is made, so that no rank sees what another has begun to write.
     """
     options = TrainOptions(**{one.name: settings[one.name] for one in dataclasses.fields(TrainOptions)})
-    num_query_groups, is_bridged = 0, False
+    num_query_groups = 0
     if options.hf_checkpoint is not None and not list(check_hf_checkpoint(TrainLaunch.of(options, settings))):
-        model = read_model(options.hf_checkpoint, options.hf_loader)
+        model = read_hf_model(options.hf_checkpoint)
         options, num_query_groups = with_sizes_of(model, options), model.num_query_groups
-        is_bridged = isinstance(model, BridgedModel)
     options = with_defaults(options, settings)
-    launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups, is_bridged=is_bridged)
+    launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups)
     problems = problems_of(RULES, launch)
     if problems:
         raise ConfigError(problems)
@@ -141,7 +136,7 @@ def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
 
 def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> Iterator[str]:
     """Before anything runs; the run itself tries the place, and knows its own folder."""
-    problem = path_problem(save_hf) or place_problem(save_hf, hf_checkpoint, options.output_dir)
+    problem = place_problem(save_hf, hf_checkpoint, options.output_dir)
     if problem is not None:
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
@@ -162,18 +157,7 @@ def check_key_heads(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-def check_bridged_layout(options: TrainLaunch) -> Iterator[str]:
-    if not options.is_bridged:
-        return
-    for name in MODEL_PARALLEL_SIZES:
-        if getattr(options, name) > 1:
-            yield (
-                f"{flag_of(name)} {getattr(options, name)} with a model of Megatron-Bridge: its gradients are proved with data "
-                f"parallelism only; remove {flag_of(name)}"
-            )
-
-
-def with_sizes_of(model: LoadedModel, options: TrainOptions) -> TrainOptions:
+def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
     """The options with the folder's sizes in the place of the flags."""
     return dataclasses.replace(
         options,
@@ -210,24 +194,6 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
         yield f"--eval-prompts {options.eval_prompts} is the file of --prompts: give prompts that are not trained on"
     if options.rollouts is not None:
         yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
-
-
-def check_overlong(options: TrainOptions) -> Iterator[str]:
-    buffer, longest = options.overlong_buffer, options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-    if options.overlong == Overlong.KEEP:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect without --overlong penalty: remove it, or add that"
-        return
-    if options.prompts is None or options.rollouts is not None:
-        yield f"--overlong {options.overlong} needs --prompts, whose responses may be cut: remove it"
-    if options.overlong == Overlong.MASK:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect with --overlong mask: remove it, or choose penalty"
-    elif buffer is None or not 1 <= buffer <= longest:
-        yield (
-            "--overlong penalty needs --overlong-buffer, the tokens in which the penalty grows, from 1 to "
-            f"--max-new-tokens {longest}, and not {buffer}"
-        )
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
@@ -422,9 +388,8 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.save_rollouts is None:
         return
     own = [name for name in OWN_FILES if is_same_file(options.save_rollouts, os.path.join(options.output_dir, name))]
-    problem = path_problem(options.save_rollouts)
-    if problem or own or os.path.isdir(options.save_rollouts):
-        why = problem or (f"it is the run's own {own[0]}" if own else "it is a folder")
+    if own or os.path.isdir(os.path.abspath(options.save_rollouts)):
+        why = f"it is the run's own {own[0]}" if own else "it is a folder"
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
     elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
@@ -457,10 +422,8 @@ def check_world_size(options: TrainLaunch) -> Iterator[str]:
 RULES = (
     check_hf_checkpoint,
     check_key_heads,
-    check_bridged_layout,
     check_learning_rate,
     check_evaluation,
-    check_overlong,
     check_wandb,
     check_numbers,
     check_needs,

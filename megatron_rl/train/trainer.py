@@ -45,16 +45,14 @@ from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
-from megatron_rl.train.hf_bridge import LoadedModel, build_model, config_of, save_model
+from megatron_rl.train.hf_checkpoint import build_hf_model, save_hf_checkpoint
+from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.sampling_filter import KeptTokens
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
-
-# Of each parameter's weights; a share of one in a thousand is counted in four parameters.
-SOME = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +78,7 @@ class TrainerSettings:
     use_distributed_optimizer: bool = False
     bf16: bool = False
     packed: bool = False
-    hf_model: LoadedModel | None = None  # has the sizes above too, and the initial weights
+    hf_model: HFModel | None = None  # has the sizes above too, and the initial weights
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
@@ -267,11 +265,6 @@ class PolicyTrainer:
         metrics |= {} if selection is None or self.config.policy_metrics == PolicyMetrics.NONE else selection.metrics()
         return metrics | (checker.metrics(self.groups) if has_routes else {})
 
-    def some_weights(self) -> Tensor:  # [at most SOME a parameter] float32
-        """Weights of this rank's part, as the model computes with them: at each call the same places of each parameter."""
-        parameters = [parameter.detach().flatten() for parameter in self.model.parameters()]
-        return torch.cat([values[:: -(-values.numel() // SOME) or 1].float() for values in parameters])
-
     def _learning_rates(self) -> OptimizerParamScheduler | None:
         settings = self.settings
         if settings.lr_decay_style == "constant" and not settings.lr_warmup_iters:
@@ -307,10 +300,10 @@ class PolicyTrainer:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
 
     def save_hf(self, folder: str | Path) -> None:
-        """Communication and errors: as save_model. Raises ConfigError for a model that was not read from a folder."""
+        """Communication and errors: as save_hf_checkpoint. Raises ConfigError for a model that was not read from a folder."""
         if self.settings.hf_model is None:
             raise ConfigError("the model was not read from a Hugging Face folder, so there is no format to write it in")
-        save_model(self.settings.hf_model, self.model, folder)
+        save_hf_checkpoint(self.settings.hf_model, [self.model], folder)
 
     def load(self, checkpoint: str | Path) -> dict[str, Any]:
         return checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, description=self._description())
@@ -328,8 +321,7 @@ class PolicyTrainer:
         settings = self.settings
         if settings.hf_model is not None:
             others |= {**settings.experts, "sequence_parallel": settings.sequence_parallel, "bf16": settings.bf16}
-            config: TransformerConfig = config_of(settings.hf_model, **others)
-            return config
+            return transformer_config(**settings.hf_model.transformer_options() | others)
         return transformer_config(
             num_layers=settings.num_layers,
             hidden_size=settings.hidden_size,
@@ -347,7 +339,7 @@ class PolicyTrainer:
     def _build(self) -> GPTModel:
         longest = self._row_length([self.settings.max_sequence_length])
         if self.settings.hf_model is not None:
-            built: GPTModel = build_model(self.settings.hf_model, self._model_config, max_sequence_length=longest)
+            built: GPTModel = build_hf_model(self.settings.hf_model, self._model_config, max_sequence_length=longest)
             return built.to(self.device)
         tp_size = self.groups.tp.size()
         model = build_gpt_model(
