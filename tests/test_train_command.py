@@ -34,7 +34,7 @@ from megatron_rl.train.tasks import make_task
 pytestmark = pytest.mark.megatron
 
 # Small enough for a rollout in a tenth of a second.
-SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --no-plot"
+SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard"
 ENDLESS = f"{SMALL} --num-rollouts 100000 --save-interval 2"
 
 
@@ -232,7 +232,7 @@ def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_pat
     assert summary["last_reward"] > summary["first_reward"]
     assert "gradient x 1.000000, PASS" in command.output()
 
-    resumed = run(f"{task} {sizes} --num-rollouts 9 --no-tensorboard --no-plot --resume", tmp_path / "logs")
+    resumed = run(f"{task} {sizes} --num-rollouts 9 --no-tensorboard --resume", tmp_path / "logs")
     assert [row["step"] for row in metrics_of(tmp_path / "out")] == list(range(1, 19))
     assert resumed.output("stdout") == "" and "9 rollouts, 18 steps" in resumed.output()
 

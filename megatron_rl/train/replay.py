@@ -37,17 +37,16 @@ class ReplayRules:
     has_sampler: bool = False  # refuse samples without rollout_log_probs
     refuses_sets: bool = False  # refuse samples with kept_ids
     router_replay: str = RouterReplay.NONE
-    route_shape: RouteShape | None = None  # of the routes that router_replay, or a comparison, needs; None: routes are left out
+    route_shape: RouteShape | None = None  # of the routes that router_replay needs; None: routes are left out
 
     @classmethod
     def of(cls, options: TrainOptions, trainer: PolicyTrainer) -> ReplayRules:
-        has_routes = options.router_replay != RouterReplay.NONE or options.check_router_replay
         return cls(
             vocab_size=trainer.settings.vocab_size,
             has_sampler=CorrectionSettings.of(trainer.config).is_on,
             refuses_sets=trainer.config.sampling_support == SupportUse.REFUSE,
             router_replay=options.router_replay,
-            route_shape=trainer.route_shape if has_routes else None,
+            route_shape=None if options.router_replay == RouterReplay.NONE else trainer.route_shape,
         )
 
     def kept(self, path: str, batch: RolloutBatch) -> RolloutBatch:
@@ -69,8 +68,8 @@ class ReplayRules:
             return batch
         if self.router_replay != RouterReplay.OLD_LOG_PROBS:
             raise DataError(
-                f"{path}, rollout {batch.rollout_index}: no routes, which --router-replay rollout and --check-router-replay need: "
-                "record the routes of the sampling engine, choose --router-replay old_log_probs, or remove the flag"
+                f"{path}, rollout {batch.rollout_index}: no routes, which --router-replay rollout needs: record those of the "
+                "sampling engine, or choose --router-replay old_log_probs"
             )
         if any(sample.old_log_probs is not None for sample in batch.samples):
             raise DataError(

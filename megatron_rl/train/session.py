@@ -34,7 +34,6 @@ from megatron_rl.train.options import TrainOptions, changed_settings, experts_of
 from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, run_id_of, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
-from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
@@ -167,9 +166,8 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     if not options.rollouts:
         is_divided = options.advantage_normalization == AdvantageNormalization.STD
         samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
-    filters = SamplingFilter.of(options)
-    if filters.is_on:
-        samples += f", {filters.in_words()}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
+    if options.top_p < 1.0:
+        samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
     reader = reader_of_old_log_probs(options, config)
     if reader is not None:
         samples += f", old log-probabilities of the first step measured for {reader}"

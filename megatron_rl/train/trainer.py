@@ -83,7 +83,6 @@ class TrainerSettings:
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
     router_replay: str = RouterReplay.NONE
-    check_router_replay: bool = False
 
 
 class PolicyTrainer:
@@ -218,8 +217,8 @@ class PolicyTrainer:
         for the check of routes.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError for an unmasked token that is not finite, and with check_router_replay where a router did not use
-        the replayed routes, before the optimiser changes a weight.
+        policy/*. Raises DataError for an unmasked token that is not finite, and where a router did not use the replayed routes,
+        before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -254,7 +253,7 @@ class PolicyTrainer:
                 micro_batch_size=batches[0].tokens.shape[0],
                 forward_only=False,
             )
-        if self.settings.check_router_replay and context.replays_routes:
+        if context.replays_routes:
             on_all_ranks(checker.raise_first)
         reports = self._forward_step.take_reports()
         check_finite(reports)
