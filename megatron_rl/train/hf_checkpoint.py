@@ -10,9 +10,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.files.bounds import open_regular
-from megatron_rl.files.json_values import Fields, read_json
+from megatron_rl.files.json_values import Fields
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_gather_stack, resolve_group, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
 from megatron_rl.train.checkpoints import kind_of_checkpoint
-from megatron_rl.train.hf_experts import is_name_of_packed, joined, parts_of
-from megatron_rl.train.hf_mapping import EXPERT_BIAS, Source, sources
-from megatron_rl.train.hf_model import QUANTIZATION, HFModel, architecture_of, described
+from megatron_rl.train.hf_mapping import Source, sources
+from megatron_rl.train.hf_model import HFModel, described
 
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.
@@ -40,7 +38,7 @@ MISSHAPEN_REMEDY = f"{CONFIG} is of another model: take the one that belongs to 
 MISSING_REMEDY = f"after an incomplete download: fetch the folder again; else {MISSHAPEN_REMEDY}"
 QUANTISED_REMEDY = "take the folder of the model that is not quantised"
 UNKNOWN_REMEDY = f"a variant that is not supported here: train it in miles, slime or verl; else {MISSHAPEN_REMEDY}"
-FLOATS, BYTES = ("BF16", "F16", "F32", "F64"), ("U8",)
+FLOATS = ("BF16", "F16", "F32", "F64")
 # In a folder that `transformers` wrote before 4.32, and nothing to load.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -59,9 +57,8 @@ def read_hf_model(folder: str | Path) -> HFModel:
     if other is not None:
         raise ConfigError(f"--hf-checkpoint {folder} is no Hugging Face folder: {other}")
     fields = Fields.of_file(folder / CONFIG, "no folder of a Hugging Face checkpoint")
-    architecture = architecture_of(fields)
     with Files(folder) as files:
-        model = described(folder, architecture, fields, files.file_of)
+        model = described(folder, fields, files.file_of)
         check_tensors(model, files)
     return model
 
@@ -89,12 +86,13 @@ def build_hf_model(model: HFModel, config: Any, *, max_sequence_length: int, vp_
 
 
 def check_length(model: HFModel, length: int) -> None:
-    """Raises ConfigError for a length beyond the positions of the model."""
-    if length > model.max_position_embeddings:
-        raise ConfigError(
-            f"sequences of {length} tokens are longer than max_position_embeddings={model.max_position_embeddings} "
-            f"in {model.folder / CONFIG}: take shorter prompts or responses"
-        )
+    """Raises ConfigError for a length beyond the positions of the model, and for one in which its window would leave tokens out."""
+    for name, most in (("max_position_embeddings", model.max_position_embeddings), ("sliding_window", model.window)):
+        if most is not None and length > most:
+            raise ConfigError(
+                f"sequences of {length} tokens are longer than {name}={most} in {model.folder / CONFIG}: take shorter prompts or "
+                "responses"
+            )
 
 
 class Files:
@@ -157,15 +155,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 def check_tensors(model: HFModel, files: Files) -> None:
     """Raises ConfigError for each tensor that is missing, not known or of another shape, from the headers alone."""
     wanted = {name: shape for source in sources(model).values() for name, shape in zip(source.names, source.shapes, strict=True)}
-    ignored = {*model.kept, *(["lm_head.weight"] if model.tie_embeddings else [])}
+    ignored = {"lm_head.weight"} if model.tie_embeddings else set()
     found = {name: files.slice_of(name) for name in wanted if files.has(name)}
     missing = sorted(set(wanted) - set(found))
     unknown = sorted(name for name in set(files.file_of) - set(wanted) - ignored if not IGNORED.fullmatch(name))
     shapes = {name: tuple(one.get_shape()) for name, one in found.items()}
     misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in shapes.items() if shape != wanted[name]]
-    packed = [name for name in found if model.is_packed and is_name_of_packed(name)]
     dtypes = {name: one.get_dtype() for name, one in found.items()}
-    other_types = [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in (BYTES if name in packed else FLOATS)]
+    other_types = [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
     problems = [
         f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {shown(names)}; {remedy}"
         for what, names, remedy in (
@@ -189,31 +186,16 @@ def load_weights(model: HFModel, gpt: Any) -> None:
     """Fills this rank's parameters, in their own dtype. Padded rows of the vocabulary become 0. Communication: none."""
     of_parameters = sources(model)
     with Files(model.folder) as files:
-        for name, parameter in _tensors_of(gpt):
+        for name, parameter in gpt.named_parameters():
             source = of_parameters[global_parameter_name(gpt, name)]
             dim, group = sharding_of(name, parameter)
             if source.kind == "qkv":
                 values = _own_groups(files, source, model.num_query_groups, group.rank(), group.size())
             else:
-                parts = [_own_slice(tensor, shape, dim, group.rank(), group.size()) for tensor, shape in _parts(files, source)]
-                values = torch.cat(parts)
+                tensors = zip(map(files.slice_of, source.names), source.shapes, strict=True)
+                values = torch.cat([_own_slice(tensor, shape, dim, group.rank(), group.size()) for tensor, shape in tensors])
             parameter.zero_()
             parameter[tuple(slice(0, size) for size in values.shape)] = values.to(parameter)
-
-
-def _tensors_of(gpt: Any) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, and the biases of the routers, which are buffers."""
-    yield from gpt.named_parameters()
-    yield from ((name, buffer) for name, buffer in gpt.named_buffers() if name.endswith(EXPERT_BIAS))
-
-
-def _parts(files: Files, source: Source) -> list[tuple[Any, tuple[int, ...]]]:
-    """Each tensor that is sharded by itself, and its shape. Of experts in one tensor this expert's alone is read."""
-    tensors = [files.slice_of(name) for name in source.names]
-    if source.expert is None:
-        return list(zip(tensors, source.shapes, strict=True))
-    own = parts_of([tensor[source.expert] for tensor in tensors], is_gated=source.kind == "gated")
-    return [(part, tuple(part.shape)) for part in own]
 
 
 def _own_slice(tensor: Any, shape: Sequence[int], dim: int | None, rank: int, size: int) -> Tensor:
@@ -249,15 +231,14 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
 
     Every rank calls it. A rank writes what it holds first: of a pipeline stage the rank 0 of tp and dp-cp, of experts rank 0 of
     their groups. Weights keep the dtype that they have here.
-    Communication: an all-gather of each sharded parameter over its group, of experts in one tensor over theirs too, and the names
-    of the written tensors over all ranks.
+    Communication: an all-gather of each sharded parameter over its group, and the names of the written tensors over all ranks.
     Raises RunError on all ranks where a file cannot be written, and what copied_files raises.
     """
     folder, groups = Path(folder), resolve_groups()
-    of_parameters, own, stacks = sources(replace(model, is_packed=False)), dict[str, Tensor](), Stacks(model.num_experts)
+    of_parameters, own = sources(model), dict[str, Tensor]()
     for chunk in chunks:
         gpt = find_gpt_model(chunk)
-        for name, parameter in _tensors_of(gpt):
+        for name, parameter in gpt.named_parameters():
             global_name = global_parameter_name(gpt, name)
             dim, group = sharding_of(name, parameter)
             shards = [parameter.detach()] if dim is None else list(all_gather_stack(parameter.detach().contiguous(), group))
@@ -267,13 +248,8 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
                 continue
             source = of_parameters[global_name]
             parts = _separated(source, shards, dim, model)
-            if source.expert is None:
-                own |= {name: part.contiguous().cpu().clone() for name, part in zip(source.names, parts, strict=True)}
-            else:
-                own |= stacks.add(source, parts)
+            own |= {name: part.contiguous().cpu().clone() for name, part in zip(source.names, parts, strict=True)}
     here = torch.distributed.get_rank()
-    with Files(model.folder) as files:  # each rank writes a part of what is kept
-        own |= {name: files.slice_of(name)[:] for name in model.kept[here :: torch.distributed.get_world_size()]}
     written = on_all_ranks(lambda: [(name, tensor.numel() * tensor.element_size()) for name, tensor in own.items()])
     writers = [rank for rank, names in enumerate(written) if names]
     file_of = {rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors" for number, rank in enumerate(writers, 1)}
@@ -295,9 +271,6 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             for path in copied_files(model.folder):
                 shutil.copyfile(path, folder / path.name)
-            if model.is_packed:
-                settings = {name: value for name, value in read_json(model.folder / CONFIG).items() if name != QUANTIZATION}
-                (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     on_all_ranks(write)
 
@@ -319,28 +292,8 @@ def copied_files(folder: Path) -> list[Path]:
     return files
 
 
-class Stacks:
-    """Collects the experts of tensors that hold all of them. Each rank of an expert-parallel group keeps some of these tensors."""
-
-    def __init__(self, num_experts: int):
-        self._group, self._turn = resolve_group(None, "ep"), 0
-        self._num_local = num_experts // self._group.size()
-        self._begun: dict[str, list[Tensor]] = {}
-
-    def add(self, source: Source, parts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The whole tensor on the CPU, where this was its last expert on each rank, and it is this rank's to write."""
-        (name,), begun = source.names, self._begun.setdefault(source.names[0], [])
-        assert source.expert == self._group.rank() * self._num_local + len(begun), "a rank holds consecutive experts"
-        begun.append(joined(parts))
-        if len(begun) < self._num_local:
-            return {}
-        whole = all_gather_stack(torch.stack(self._begun.pop(name)), self._group).flatten(0, 1)
-        self._turn += 1
-        return {name: whole.cpu()} if self._turn % self._group.size() == self._group.rank() else {}
-
-
 def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, model: HFModel) -> list[Tensor]:
-    """The tensors of a parameter, from the shards of all ranks; of an expert in a tensor of all, its parts."""
+    """The tensors of a parameter, from the shards of all ranks."""
     parts: list[Tensor]
     if source.kind == "qkv":  # the groups of all ranks stand one after another, also where a rank holds a part of one
         joined, sizes = torch.cat(list(shards)), [shape[0] // model.num_query_groups for shape in source.shapes]
@@ -352,5 +305,5 @@ def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, model:
     else:
         whole = shards[0] if dim is None else torch.cat(list(shards), dim)
         # Without the padding of the vocabulary.
-        parts = [whole if source.expert is not None else whole[: source.shapes[0][0]]]
+        parts = [whole[: source.shapes[0][0]]]
     return parts

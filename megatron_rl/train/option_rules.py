@@ -167,8 +167,8 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         vocab_size=model.vocab_size,
-        num_experts=model.num_experts or None,
-        moe_router_topk=model.experts_per_token or options.moe_router_topk,
+        num_experts=None if model.experts is None else model.experts.count,
+        moe_router_topk=options.moe_router_topk if model.experts is None else model.experts.per_token,
     )
 
 

@@ -71,7 +71,6 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
             on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
         if export is not None:
             on_first_rank(export.try_to_write)
-        lines += [] if settings.hf_model is None else settings.hf_model.notes
         lines += changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
