@@ -114,7 +114,7 @@ JUDGES = {
     "ops/sparse_head.py": "sparse_head",
     "ops/sparse_head_triton.py": "sparse_head",
     "ops/unit_gradient_triton.py": "unit_gradient",
-    "ops/backends.py": "one_read cliff log_probs_triton",
+    "ops/backends.py": "one_read log_probs_triton",
     "validation/": "validation messages arguments flag_effects router_losses_said",
     "validation/own_functions.py": "contradictions term_contract own_aggregation custom_metrics",
     "train/trainer.py": "train_schedule train_sampling ratio_units | train_docs_per_step train_corrections train_loop checkpoints",

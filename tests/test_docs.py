@@ -82,6 +82,7 @@ def test_no_row_of_a_table_is_torn(page):
 
 # Whose they are, in words.
 FLAGS_OF_OTHERS = {
+    "ncu": "--metrics --kernel-name --launch-skip --launch-count --kill",
     "pytest-xdist, and our own plugin": "--dist --require",
     "parameters of example losses": "--cap --ratio-cap --scale",
     "NeMo-RL; ROLL; hydra; uv": "--config --config_path --config_name --config-name --extra --isolated",
@@ -96,9 +97,9 @@ FLAGS_OF_OTHERS = {
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
-    "an earlier version, in the changelog": "--hf-loader",
-    ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
-    "earlier versions, in the changelog": "--companion --launch-only --plot --response-lengths --rollout-dump --settings",
+    ".ci/gpu_session.py": "--dry-run --seconds --stages",
+    "earlier versions, in the changelog": "--companion --hf-loader --launch-only --overlong --plot --ranks --real "
+    "--response-lengths --reward-batched --reward-timeout --rollout-dump --settings --support --tokens",
 }
 
 

@@ -15,7 +15,7 @@ from megatron_rl.megatron.rotary import Llama3, Rotary
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.train.hf_checkpoint import INDEX, build_hf_model, read_hf_model, save_hf_checkpoint
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 pytestmark = pytest.mark.megatron
 
 pool = pool_of(4)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import dense_oracle
 import pytest
 import torch
 from helpers import (
@@ -43,6 +42,7 @@ from megatron_rl.loss_hub import (
 from megatron_rl.losses import policy_loss
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals, count_step
+from megatron_rl.testing import oracle
 from megatron_rl.testing.losses_by_hand import REFERENCES
 
 # The default clips of published numbers; another loss need not be here.
@@ -90,7 +90,7 @@ def values(log_ratio, advantages):
 
 
 def test_the_registries_start_with_the_built_in_names():
-    assert loss_aggregation_names() == tuple(dense_oracle.AGGREGATIONS), "each has its formula there"
+    assert loss_aggregation_names() == tuple(oracle.AGGREGATIONS), "each has its formula there"
     levels = {name: get_policy_loss(name).level for name in policy_loss_names()}
     assert levels == {name: level for name, (level, _) in REFERENCES.items()}, "each has its reference in losses_by_hand.py"
     assert {name: get_policy_loss(name).clip_ratios for name in CLIPS} == CLIPS

@@ -1,4 +1,4 @@
-"""Rollouts in parts: each data-parallel rank writes and reads its own samples, and what travels does not grow with their length."""
+"""Rollouts in parts: each data-parallel rank writes and reads its own samples."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import shutil
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from helpers import error_of, pool_of
-from trainer_cases import PP, TP, metrics_of, run_loop, tiny_trainer, unlike_metrics
+from trainer_cases import PP, TP, metrics_of, run_loop, unlike_metrics
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import all_reduce_sum
-from megatron_rl.train import collection, replay
-from megatron_rl.train.collection import SampledRollouts
-from megatron_rl.train.options import TrainOptions
+from megatron_rl.train import replay
 from megatron_rl.train.rollout_files import existing_parts, load_rollouts, record_of
-from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 
@@ -196,30 +191,3 @@ def test_a_replayed_run_saves_parts_that_can_be_read(pool, saved, tmp_path, of_f
     for again, before in zip(load_rollouts(tmp_path / "again.jsonl"), load_rollouts(saved / of_file), strict=True):
         found, truth = (sorted(sample.index for sample in batch.samples) for batch in (again, before))
         assert found == truth and again.rollout_index == before.rollout_index
-
-
-def payload_on_rank(rank):
-    """Numbers that a rollout sends, by the length of its responses."""
-    trainer, sent = tiny_trainer(GSPO, vocab_size=9, max_sequence_length=64), {}
-    for length in (2, 24):
-        rollouts = SampledRollouts(trainer, make_task("repeat"), TrainOptions(prompts_per_rollout=3), 4)
-        rollouts._settings = dataclasses.replace(rollouts._settings, max_new_tokens=length, end_tokens=())
-        seen = []
-
-        def noted(values, group, seen=seen):
-            seen.append(values.numel())
-            return all_reduce_sum(values, group)
-
-        refused = mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("objects of all ranks"))
-        reward = mock.patch.object(SampledRollouts, "_reward", lambda *_: 1.0)  # the task's is of responses of its own length
-        with mock.patch.object(collection, "all_reduce_sum", noted), refused, reward:
-            rollout = rollouts.get(0)
-        assert {header.response_length for header in rollout.headers} == {length}
-        assert sum(sample.response_length for sample in rollout.own.samples) == 6 * length
-        sent[length] = seen
-    return sent
-
-
-def test_what_a_rollout_sends_does_not_grow_with_its_responses(pool):
-    """Three numbers a sample, to all ranks; the tokens stay where they were sampled."""
-    assert pool.run(payload_on_rank, world_size=4, **{TP: 2}) == [{2: [36], 24: [36]}] * 4

@@ -10,6 +10,7 @@ import statistics
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from markdown_pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.options import TrainOptions, model_vocab_size
@@ -17,13 +18,10 @@ from megatron_rl.train.rollout_files import load_rollouts, record_of, recorded_v
 from megatron_rl.train.rollouts import (
     RolloutBatch,
     Sample,
-    SampleHeader,
     SharedRollout,
-    commonest_response,
     group_advantages,
     mean_reward,
     partition,
-    response_digest,
     share_without_signal,
     split_into_steps,
 )
@@ -87,27 +85,6 @@ def test_the_share_of_groups_without_signal_by_hand():
         for index, (name, value) in enumerate(zip(prompt_ids, group_advantages(rewards, prompt_ids), strict=True))
     ]
     assert share_without_signal(samples) == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize(
-    ("responses", "prompts", "expected"),
-    [
-        pytest.param([7, 7, 8, 7], "ppqq", (0.75, 3.0), id="rewards 0, 1 and 3 of the commonest"),
-        pytest.param([5, 6, 8, 8], "ppqq", (0.5, 1.0), id="rewards 2 and 3"),
-        pytest.param([7, 7, 8, 7], "pppp", None, id="one prompt"),
-    ],
-)
-def test_the_commonest_response_by_hand(responses, prompts, expected):
-    """The rewards of the four samples are 0, 1, 2, 3."""
-    rows = enumerate(zip(responses, prompts, strict=True))
-    values = {"response_length": 2, "advantage": 0.0, "dp_rank": 0}
-    headers = [SampleHeader(prompt_id=p, index=n, reward=float(n), response=digest, **values) for n, (digest, p) in rows]
-    assert commonest_response(headers) == expected
-
-
-def test_a_digest_of_a_response_is_a_whole_number_of_float64():
-    digests = [response_digest(tokens) for tokens in ([1, 2], [2, 1], [1, 2, 0], [258], [1, 2])]
-    assert len({*digests}) == 4 and digests[0] == digests[-1] and all(int(float(digest)) == digest for digest in digests)
 
 
 def test_rewards_whose_squares_no_float_holds_are_bad_data():
@@ -471,3 +448,21 @@ def test_a_file_keeps_the_rollouts_of_its_samples(tmp_path):
     save_rollouts(tmp_path / "r.jsonl", batch)
     (found,) = load_rollouts(tmp_path / "r.jsonl")
     assert [sample.rollout_id for sample in found.samples] == [rollout for rollout, *_ in ROWS]
+
+
+def test_the_converter_of_the_page_writes_what_is_read(tmp_path):
+    """Two samples of one prompt as miles and slime dump them: rewards 0 and 1 have advantages of -+0.5 / sqrt(1/2)."""
+    [text] = [fence.text for fence in fences("docs/training.md") if fence.language == "python" and "def line_of" in fence.text]
+    namespace: dict = {}
+    exec(text, namespace)
+    shared = {"group_index": 7, "index": 40, "tokens": [8, 3, 1, 2], "response_length": 2, "status": "completed"}
+    dump = [
+        {**shared, "reward": 0.0, "loss_mask": [0, 1], "rollout_log_probs": [-1.5, -2.5]},
+        {**shared, "reward": 1.0, "loss_mask": None, "rollout_log_probs": [-0.5, -1.0]},
+    ]
+    (tmp_path / "r.jsonl").write_text(namespace["line_of"](0, dump) + namespace["line_of"](1, dump))
+    first, second = load_rollouts(tmp_path / "r.jsonl", vocab_size=9)
+    assert (first.rollout_index, second.rollout_index) == (0, 1)
+    assert [sample.advantage for sample in first.samples] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    assert [sample.loss_mask.tolist() for sample in first.samples] == [[False, True], [True, True]]
+    assert first.samples[1].rollout_log_probs.tolist() == [-0.5, -1.0] and first.samples[1].old_log_probs is None

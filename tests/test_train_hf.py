@@ -24,9 +24,9 @@ from megatron_rl.train.option_rules import LEARNING_RATES, TrainLaunch, check_ke
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.tasks import make_task
 
-safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install -e '.[hf]'")
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install -e '.[train]'")
 load_file, save_file = safetensors.load_file, safetensors.save_file
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 pytestmark = pytest.mark.megatron
 
 CHARACTERS = "0123456789+=?abc "

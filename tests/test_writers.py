@@ -9,7 +9,6 @@ import resource
 import signal
 import struct
 import sys
-import threading
 from unittest import mock
 
 import pytest
@@ -19,7 +18,7 @@ from helpers import error_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.plots import plot_curves
-from megatron_rl.train.progress import ProgressBar, describe
+from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.writers import (
     CLIP_FRACTION,
     ENTROPY,
@@ -273,95 +272,27 @@ def test_the_steps_of_a_rollout_are_one_point(tmp_path, figures):
 METRICS = {REWARD: 0.5125, KL: 1.234e-4, CLIP_FRACTION: 0.031, "tokens_per_second": 1234.4}
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Gone(io.StringIO):
-    def write(self, text):
-        raise BrokenPipeError
-
-
-def shown_on(stream, monkeypatch, *, enabled=True) -> str:
-    """What a run of --docs-per-step shows: its number of steps is known when the first rollout is cut."""
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(sys, "stderr", stream)
-    with ProgressBar(total=None, enabled=enabled) as bar:
-        bar.update(1, METRICS)
-        bar.expect(24)
-        bar.update(3, METRICS)
-    return stream.getvalue()
-
-
 def test_the_line_shows_what_is_worth_watching_and_was_measured():
     assert describe(METRICS | {"loss": 3.0}) == "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234"
     assert describe({REWARD: None, KL: 0.0}) == "KL 0.00e+00"
 
 
-def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
-    """190 steps of 1/8 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step."""
+def test_a_log_gets_a_line_seldom_and_the_last_state(monkeypatch, caplog):
+    """190 steps of 1/8 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step. Without tqdm one
+    line says so."""
     tqdm = pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     now = [0.0]
     monkeypatch.setattr(tqdm.std, "time", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with ProgressBar(total=390, enabled=True, initial=200) as bar:
-        for step in range(201, 391):
+    with make_bar(390, 200) as bar:
+        for _ in range(190):
             now[0] += 0.125
-            bar.update(step, METRICS)
-    lines = sys.stderr.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [f"{step}/390" for step in (200, 240, 280, 320, 360, 390)]
-    assert lines[1] == "step 240/390  reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234  00:05 elapsed  00:18 left"
-
-
-def test_the_first_step_of_a_rollout_shows_how_far_the_one_before_moved(monkeypatch):
-    """KL and clip fraction are 0 there by construction. With one step a rollout there is no other."""
-    pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
-    for rollouts, last in (((0, 0, 1), "clipped 3.1%"), ((0, 1, 2), "clipped 0.0%")):
-        monkeypatch.setattr(sys, "stderr", io.StringIO())
-        with ProgressBar(total=3, enabled=True) as bar:
-            for step, (rollout, clipped) in enumerate(zip(rollouts, (0.0, 0.031, 0.0), strict=True)):
-                bar.update(step + 1, {"rollout": rollout, CLIP_FRACTION: clipped})
-        assert last in sys.stderr.getvalue().splitlines()[-1]
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_a_number_of_steps_that_is_known_later_is_shown_from_then_on(monkeypatch, stream):
-    """A disabled bar prints nothing."""
-    pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
-    shown = shown_on(stream(), monkeypatch)
-    assert "step 3/24" in shown and "reward 0.512" in shown and "tokens/s 1,234" in shown
-    assert ("\r" in shown) == (stream is Terminal)
-    assert shown_on(stream(), monkeypatch, enabled=False) == ""
-
-
-def test_without_tqdm_one_line_says_so_and_the_run_goes_on(monkeypatch, caplog):
+            bar.set_postfix_str(describe(METRICS), refresh=False)
+            bar.update()
+    lines = sys.stderr.getvalue().split("\r")[1:]
+    assert [line.partition("| ")[2].split("/")[0] for line in lines] == [str(step) for step in (200, 240, 280, 320, 360, 390)]
+    assert "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234" in lines[-1]
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert shown_on(Terminal(), monkeypatch) == ""
+    with make_bar(2, 0) as bar:
+        assert bar is None
     assert [record.message for record in caplog.records] == ["tqdm is not installed: no progress is shown; pip install tqdm"]
-
-
-def test_a_closed_stderr_does_not_stop_the_run(monkeypatch):
-    """Catches a run that dies because the `head` behind it has read enough, at its start or later."""
-    shown_on(Gone(), monkeypatch)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with ProgressBar(total=2, enabled=True) as bar:
-        monkeypatch.setattr(sys.stderr, "write", Gone().write)
-        bar.update(2, METRICS)
-
-
-def test_no_lock_of_tqdm_stops_a_run(capsys):
-    """tqdm's own is shared between processes: a rank that was forked while another one drew waited for ever."""
-    tqdm = pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm").tqdm
-
-    made = threading.Event()
-
-    def draw() -> None:
-        with ProgressBar(total=2, enabled=True) as bar:
-            bar.update(1, {})
-        made.set()
-
-    with tqdm.get_lock():
-        threading.Thread(target=draw, daemon=True).start()
-        assert made.wait(60)
-    assert "step" in capsys.readouterr().err

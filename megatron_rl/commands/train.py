@@ -116,16 +116,9 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint, save_hf) if path is not None)
     if options.save_hf is not None and save_hf is None:
         places += f"\nmegatron_rl: --save-hf {options.save_hf} is written when the run is complete: --resume goes on"
-    from megatron_rl.loss_hub import clip_of, get_policy_loss, is_built_in
-
-    unclipped = ""
-    if progress.clipped_ratio_fraction == 0 and clip_of(config) is not None:
-        unclipped = f"\nmegatron_rl: the clip touched none of {progress.samples_seen} samples: this run is one without a clip"
-        if not is_built_in(get_policy_loss(config.policy_loss).name):
-            unclipped += ", if the loss returns is_clipped"
     print(
         f"megatron_rl: {outcome.reason}; mean reward {progress.first_reward:.3f} -> {progress.last_reward:.3f} in "
-        f"{progress.num_rollouts} rollouts, {progress.num_steps} steps{skipped}, {outcome.seconds:.0f} s{unclipped}\n"
+        f"{progress.num_rollouts} rollouts, {progress.num_steps} steps{skipped}, {outcome.seconds:.0f} s\n"
         f"megatron_rl: {places}",
         file=sys.stderr,
         flush=True,

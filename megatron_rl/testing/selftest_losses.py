@@ -23,8 +23,8 @@ from megatron_rl.step_counts import count_step
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard, StepSample
 from megatron_rl.testing.loss_batch import StepRows
+from megatron_rl.testing.loss_property import make_groups
 from megatron_rl.testing.model_shapes import ModelShape
-from megatron_rl.testing.rank_groups import make_groups
 from megatron_rl.testing.reference import SHAPES, old_log_probs_of, ragged_samples
 from megatron_rl.testing.selftest_bench import Bench, Measured, complete_layout
 from megatron_rl.testing.selftest_terms import FUSED, Case, Truths, truth_of_terms

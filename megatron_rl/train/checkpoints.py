@@ -1,15 +1,17 @@
 """Saves and loads a run through megatron.core.dist_checkpointing. A checkpoint is complete, or `latest` does not name it.
 
 A save writes into a temporary directory, renames it, and then writes its name into `latest`. A run that is killed before that keeps
-the previous checkpoint. A load checks the checksums before it uses a file, and runs no code from it. The format does not depend on
-the layout, and has no rollouts or metrics.
+the previous checkpoint. A load checks the checksums before it uses a file: torch reads a file with a flipped bit without an error.
+It runs no code of a file. The format does not depend on the layout, and has no rollouts or metrics.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import multiprocessing.dummy
 import os
+import pickle
 import random
 import re
 import shutil
@@ -28,7 +30,6 @@ from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import process_group, resolve_groups
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.train.checkpoint_files import DAMAGED, checksums_of, files_of_rank, find_problems, write_checksums
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -38,6 +39,21 @@ LATEST = "latest"
 STEP_NAME = re.compile(r"step_\d+")
 # The names of all entries that saves write into a directory.
 OWN_NAME = re.compile(r"latest(\.new)?|step_\d+(\.partial|\.replaced)?")
+# In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
+CHECKSUMS = "SHA256SUMS"
+METADATA = ".metadata"
+# The classes and functions that torch and Megatron-Core 0.16 to 0.20 write into .metadata, besides dtypes.
+IN_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+}
 # Formats in which a distributed optimiser saves each parameter's state in the parameter's shape -> the method that loads them. Only
 # these can be loaded under another dp, tp or pp size. The format of Megatron-Core 0.15 and later comes first.
 RESHARDABLE_FORMATS = {
@@ -93,10 +109,11 @@ def save_checkpoint(
             "description": description,
         }
         _save_in_this_process(state, partial_save)
-        checksums = on_all_ranks(lambda: checksums_of(partial_save, files_of_rank(partial_save, rank)))
+        checksums = _checksums(partial_save)
 
         def publish() -> None:
-            write_checksums(partial_save, {name: digest for of_rank in checksums for name, digest in of_rank.items()})
+            lines = [f"{digest}  {name}\n" for name, digest in checksums.items()]
+            (partial_save / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
             _replace_directory(final, partial_save)
             _write_atomically(directory / LATEST, final.name + "\n")
 
@@ -173,41 +190,57 @@ def load_checkpoint(
     """Fills model and optimiser and returns the counters. Random states are restored only on the layout that saved them; on another
     layout the run keeps its own.
 
-    Communication: as check_checkpoint and dist_checkpointing.
-    Raises ConfigError, before any content is used, when the files are not as they were saved or contain more than plain data; also
-    for another description, and when it cannot be loaded.
+    Communication: as on_all_ranks and dist_checkpointing.
+    Raises ConfigError, before any file is used, when the files are not as they were saved; also when they contain more than plain
+    data, for another description, and when they cannot be loaded.
     """
-    check_checkpoint(checkpoint)
-    with _plain_content_only():
-        return _load_checked(checkpoint, model, optimizer, description)
+    _check_files(Path(checkpoint))
+    with _plain_data_only():
+        return _load_checked(Path(checkpoint), model, optimizer, description)
 
 
-def check_checkpoint(checkpoint: str | Path) -> None:
-    """Raises ConfigError, on all ranks, unless all files are as they were saved and contain only plain data. Each rank reads a
-    share of the files. Communication: as on_all_ranks."""
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    found = on_all_ranks(lambda: find_problems(Path(checkpoint), rank, num_ranks))
-    foreign = list(dict.fromkeys(line for of_rank in found for line in of_rank.foreign))
-    damaged = list(dict.fromkeys(line for of_rank in found for line in of_rank.damaged))
-    # First: what another rank found in a damaged file says nothing of its maker.
+def _checksums(checkpoint: Path) -> dict[str, str]:
+    """name -> SHA-256 of all files but CHECKSUMS. Each rank reads a share. Communication: as on_all_ranks."""
+
+    def of_share() -> dict[str, str]:
+        names = sorted(path.name for path in checkpoint.iterdir() if path.is_file() and path.name != CHECKSUMS)
+        digests = {}
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            with (checkpoint / name).open("rb") as file:
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return digests
+
+    return {name: digest for share in on_all_ranks(of_share) for name, digest in share.items()}
+
+
+def _check_files(checkpoint: Path) -> None:
+    """Raises ConfigError, on all ranks, unless all files are as they were saved. Communication: as on_all_ranks."""
+    path, found = checkpoint / CHECKSUMS, _checksums(checkpoint)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    saved = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    damaged = sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))
     if damaged:
+        names = printable(", ".join(damaged)) if lines else CHECKSUMS
         raise ConfigError(
-            f"{checkpoint} cannot be read: files are missing or damaged: {'; '.join(damaged)}; `{LATEST}` beside it may name an "
-            "earlier checkpoint instead"
+            f"{checkpoint} cannot be read: files are missing or damaged: {names}; `{LATEST}` beside it may name an earlier "
+            "checkpoint instead"
         )
-    if foreign:
-        raise ConfigError(
-            f"{checkpoint} holds more than plain data, and none of it was run: {'; '.join(foreign)}. A checkpoint of `megatron-rl "
-            "train` holds only plain data: load a checkpoint that you made, or whose maker you trust"
-        )
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows only the classes that are in a .metadata. torch reads that file with pickle.load, which runs any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and name not in IN_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
 
 
 def _load_checked(
-    checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, description: dict[str, int]
+    checkpoint: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, description: dict[str, int]
 ) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
     saved = _load_common(checkpoint)
     _check_description(checkpoint, saved["description"], description)
@@ -228,7 +261,7 @@ def _load_checked(
             "the installed Megatron-Core puts the optimiser's number into their names; use the --expert-model-parallel-size that "
             "saved it, or install megatron-core 0.14 or later"
         )
-    with _readable(checkpoint, CheckpointingException, CheckpointException, OSError):
+    with _readable(checkpoint):
         loaded = dist_checkpointing.load(state, str(checkpoint))
     model.module.load_state_dict(loaded["model"])
     _load_optimizer(optimizer, _grouped_as_now(optimizer, loaded["optimizer"], saved["optimizer"]))
@@ -237,14 +270,14 @@ def _load_checked(
     return counters
 
 
-def _load_common(checkpoint: str | Path) -> dict[str, Any]:
-    """Loads counters and description, which every rank reads. Raises ConfigError when they cannot be read."""
+def _load_common(checkpoint: Path) -> dict[str, Any]:
+    """Loads counters and description, which every rank reads, after a look at .metadata. Raises ConfigError when they cannot be
+    read."""
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    # Only reading is done inside.
-    with _readable(checkpoint, CheckpointingException, CheckpointException, OSError, *DAMAGED):
+    with _readable(checkpoint):
+        with (checkpoint / METADATA).open("rb") as file:
+            _MetadataUnpickler(file).load()
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(checkpoint))
     missing = [name for name in ("counters", "description") if name not in common]
     if missing:
@@ -253,8 +286,8 @@ def _load_common(checkpoint: str | Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _plain_content_only() -> Iterator[None]:
-    """Inside the block torch.load always reads with weights_only=True, so that it reads only what was checked."""
+def _plain_data_only() -> Iterator[None]:
+    """Inside the block torch.load always reads with weights_only=True, which runs no code of a file."""
     wanted = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -267,15 +300,15 @@ def _plain_content_only() -> Iterator[None]:
 
 
 @contextmanager
-def _readable(checkpoint: str | Path, *errors: type[BaseException]) -> Iterator[None]:
-    """Turns `errors` into ConfigError. The files are as they were saved, so the message points at this run."""
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Turns the errors of a load into ConfigError. Only reading is done inside."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
-    except errors as error:
-        raise ConfigError(
-            f"{checkpoint} cannot be loaded: {_first_failure(error)}; its files are as they were saved, so look for the cause in "
-            "this run"
-        ) from error
+    except (CheckpointingException, CheckpointException, OSError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{checkpoint} cannot be loaded: {_first_failure(error)}; its files are as they were saved") from error
 
 
 @contextmanager
@@ -300,11 +333,13 @@ def _first_failure(error: BaseException) -> str:
     if failures is not None:
         rank, (first, _) = next(iter(failures.items()), (None, (None, None)))
         return "another rank says why" if first is None else f"rank {rank}: {_first_failure(first)}"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds more than plain data, and none of it was run"
     text = str(error).strip().partition("\n")[0]
     return printable(text if isinstance(error, RunError) else f"{type(error).__name__}: {text}")
 
 
-def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: dict[str, int]) -> None:
+def _check_description(checkpoint: Path, saved: dict[str, int], wanted: dict[str, int]) -> None:
     problems = [
         f"{checkpoint} was saved with {flag} {saved.get(flag)}, this run has {value}: give it the same"
         for flag, value in wanted.items()

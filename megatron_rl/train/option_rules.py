@@ -17,7 +17,6 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    Overlong,
     PolicyMetrics,
     RouterReplay,
     SupportUse,
@@ -31,11 +30,10 @@ from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
-from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file, path_problem
+from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
-from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
 
@@ -138,7 +136,7 @@ def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
 
 def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> Iterator[str]:
     """Before anything runs; the run itself tries the place, and knows its own folder."""
-    problem = path_problem(save_hf) or place_problem(save_hf, hf_checkpoint, options.output_dir)
+    problem = place_problem(save_hf, hf_checkpoint, options.output_dir)
     if problem is not None:
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
@@ -196,24 +194,6 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
         yield f"--eval-prompts {options.eval_prompts} is the file of --prompts: give prompts that are not trained on"
     if options.rollouts is not None:
         yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
-
-
-def check_overlong(options: TrainOptions) -> Iterator[str]:
-    buffer, longest = options.overlong_buffer, options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-    if options.overlong == Overlong.KEEP:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect without --overlong penalty: remove it, or add that"
-        return
-    if options.prompts is None or options.rollouts is not None:
-        yield f"--overlong {options.overlong} needs --prompts, whose responses may be cut: remove it"
-    if options.overlong == Overlong.MASK:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect with --overlong mask: remove it, or choose penalty"
-    elif buffer is None or not 1 <= buffer <= longest:
-        yield (
-            "--overlong penalty needs --overlong-buffer, the tokens in which the penalty grows, from 1 to "
-            f"--max-new-tokens {longest}, and not {buffer}"
-        )
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
@@ -408,9 +388,8 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.save_rollouts is None:
         return
     own = [name for name in OWN_FILES if is_same_file(options.save_rollouts, os.path.join(options.output_dir, name))]
-    problem = path_problem(options.save_rollouts)
-    if problem or own or os.path.isdir(options.save_rollouts):
-        why = problem or (f"it is the run's own {own[0]}" if own else "it is a folder")
+    if own or os.path.isdir(os.path.abspath(options.save_rollouts)):
+        why = f"it is the run's own {own[0]}" if own else "it is a folder"
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
     elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
@@ -445,7 +424,6 @@ RULES = (
     check_key_heads,
     check_learning_rate,
     check_evaluation,
-    check_overlong,
     check_wandb,
     check_numbers,
     check_needs,

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config import (
     AdvantageNormalization,
-    Overlong,
     PolicyLossConfig,
     RouterAuxLoss,
     RouterReplay,
@@ -152,25 +151,8 @@ class RolloutOptions:
     task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
-    reward_batched: bool = flag(
-        False,
-        "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers.",
-        needs=("prompts", "a built-in task computes its own reward"),
-    )
-    reward_timeout: float = flag(
-        300.0,
-        "Seconds that one call of the reward may take.",
-        must=Range("above 0 and at most 604800, a week", lambda value: 0 < value <= 604800),
-    )
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
     end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
-    overlong: str = flag(
-        Overlong.KEEP.value,
-        "A response that --max-new-tokens cut: keep: as any other; mask: it trains nothing, and counts as a sample; penalty: its "
-        "reward falls in the last --overlong-buffer tokens, by 1 at the end (DAPO).",
-        choices=tuple(kind.value for kind in Overlong),
-    )
-    overlong_buffer: int | None = flag(None, "Tokens before --max-new-tokens in which --overlong penalty grows from 0 to 1.")
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     advantage_normalization: str = flag(

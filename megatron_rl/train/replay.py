@@ -25,7 +25,7 @@ from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import prompt_digest
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, load_rollouts, read_part
-from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout, problem_of_rollouts, response_digest
+from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout, problem_of_rollouts
 from megatron_rl.train.trainer import PolicyTrainer
 
 
@@ -96,7 +96,7 @@ class ReplayedRollouts:
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout | None:
         """None after the last rollout. policy_version has no effect: the file's samples have their own, or none.
 
-        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 15 numbers a rank and 7
+        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 15 numbers a rank and 6
         numbers a sample.
         """
         if self._own_files:
@@ -161,13 +161,12 @@ class ReplayedRollouts:
 
     def _headers(self, samples: list[Sample], counts: list[int], due: int, has_rollouts: bool) -> list[SampleHeader]:
         """Of the samples of all ranks, by their index. counts: the samples of each rank."""
-        rows = torch.zeros(max(counts), 7, dtype=torch.int64)
+        rows = torch.zeros(max(counts), 6, dtype=torch.int64)
         for place, sample in enumerate(samples):
             digest = prompt_digest(sample.prompt_id)
             bits = struct.unpack("2q", struct.pack("2d", sample.reward, sample.advantage))
             rollout = 0 if sample.rollout_id is None else prompt_digest(sample.rollout_id, "rollout")
-            response = response_digest(sample.tokens[-sample.response_length :].tolist())
-            rows[place] = torch.tensor([sample.index, digest, sample.response_length, *bits, rollout, response])
+            rows[place] = torch.tensor([sample.index, digest, sample.response_length, *bits, rollout])
         gathered = all_gather_stack(rows.to(group_device(self._dp)), self._dp).cpu()
         headers = [
             _header(row, dp_rank)
@@ -205,7 +204,7 @@ class _Ahead:
 
 
 def _header(row: Tensor, dp_rank: int) -> SampleHeader:
-    index, digest, length, *bits, rollout, response = row.tolist()
+    index, digest, length, *bits, rollout = row.tolist()
     reward, advantage = struct.unpack("2d", struct.pack("2q", *bits))
     return SampleHeader(
         prompt_id=digest,
@@ -215,5 +214,4 @@ def _header(row: Tensor, dp_rank: int) -> SampleHeader:
         advantage=advantage,
         dp_rank=dp_rank,
         rollout_id=rollout,
-        response=response,
     )

@@ -6,9 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -152,8 +150,6 @@ class SampleHeader:
     dp_rank: int
     rollout_id: str | int | None = None
     """A name, or its digest; None: the sample is a rollout."""
-    response: int = 0
-    """response_digest of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +175,6 @@ class SharedRollout:
                 advantage=sample.advantage,
                 dp_rank=rank_of[sample.index],
                 rollout_id=sample.rollout_id,
-                response=response_digest(sample.tokens[-sample.response_length :].tolist()),
             )
             for sample in batch.samples
         ]
@@ -272,21 +267,6 @@ def share_without_signal(samples: Sequence[SampleHeader]) -> float:
     """The share of prompt groups whose advantages are all 0, as where all their rewards are equal: they train nothing."""
     groups = prompt_groups(samples)
     return sum(all(sample.advantage == 0.0 for sample in group) for group in groups) / len(groups)
-
-
-def response_digest(tokens: Iterable[int]) -> int:
-    """Equal for equal responses, on every machine, and a whole number that float64 has: it travels beside rewards."""
-    of_tokens = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).digest()
-    return int.from_bytes(of_tokens, "little") % 2**53
-
-
-def commonest_response(samples: Sequence[SampleHeader]) -> tuple[float, float] | None:
-    """(the share of the samples that have the most common response, the range of their rewards). None: of one prompt."""
-    if len(prompt_groups(samples)) < 2:
-        return None
-    ((commonest, count),) = Counter(sample.response for sample in samples).most_common(1)
-    rewards = [sample.reward for sample in samples if sample.response == commonest]
-    return count / len(samples), max(rewards) - min(rewards)
 
 
 def split_into_steps(samples: Sequence[AnySample], steps_per_rollout: int, rollout_index: int) -> list[list[AnySample]]:

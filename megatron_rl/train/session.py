@@ -31,11 +31,9 @@ from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
-from megatron_rl.train.output_dir import checkpoint_directory, prepare_output_dir, run_id_of, take_output_dir
-from megatron_rl.train.peers import PeerWatch
+from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, run_id_of, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
-from megatron_rl.train.run_lock import RunLock
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
@@ -58,9 +56,10 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
-    with PeerWatch() as watch, says_why_it_ends(watch), RunLock() as lock:
+    lock = lock_of(options)  # held until this function ends
+    with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
-        lines = on_first_rank(partial(take_output_dir, lock, options))
+        on_first_rank(partial(take_output_dir, lock, options))
         run_id = on_first_rank(partial(run_id_of, options))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
@@ -71,7 +70,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
             on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
         if export is not None:
             on_first_rank(export.try_to_write)
-        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
+        lines = changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         on_start()
@@ -84,7 +83,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
 
 
 @contextmanager
-def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
+def says_why_it_ends() -> Iterator[None]:
     """RunError for Ctrl-C and for a lost rank; then the groups of ranks are destroyed."""
     try:
         yield
@@ -94,8 +93,7 @@ def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
         if not is_lost_rank(error):
             raise
         first_line = str(error).partition("\n")[0]
-        who = watch.who_ended() or "another rank ended, or did not come in time: its own message says why"
-        raise RunError(f"{who} ({first_line})") from error
+        raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
     finally:
         dist.destroy_process_group()
 

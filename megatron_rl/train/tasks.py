@@ -43,9 +43,6 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The reward of the sampled tokens, end token included. A built-in task's is the share of correct tokens."""
 
-    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
-        """Those of several samples, by one call of the user's function where that takes lists."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
@@ -87,9 +84,6 @@ class BuiltInTask:
         answer = prompt.record["answer"]
         longest, shortest = max(len(response), len(answer)), min(len(response), len(answer))
         return sum(response[place] == answer[place] for place in range(shortest)) / longest
-
-    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
-        return [self.reward(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def four_times(symbols: list[int]) -> list[int]:

@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
 
-# Of each parameter's weights; a share of one in a thousand is counted in four parameters.
-SOME = 256
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSettings:
@@ -268,11 +265,6 @@ class PolicyTrainer:
         metrics = self._step_metrics(reports, totals, float(grad_norm), weighted) | {"learning_rate": learning_rate}
         metrics |= {} if selection is None or self.config.policy_metrics == PolicyMetrics.NONE else selection.metrics()
         return metrics | (checker.metrics(self.groups) if has_routes else {})
-
-    def some_weights(self) -> Tensor:  # [at most SOME a parameter] float32
-        """Weights of this rank's part, as the model computes with them: at each call the same places of each parameter."""
-        parameters = [parameter.detach().flatten() for parameter in self.model.parameters()]
-        return torch.cat([values[:: -(-values.numel() // SOME) or 1].float() for values in parameters])
 
     def _learning_rates(self) -> OptimizerParamScheduler | None:
         settings = self.settings

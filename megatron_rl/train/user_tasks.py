@@ -21,7 +21,6 @@ from megatron_rl.errors import ConfigError, DataError, RunError, name_of
 from megatron_rl.files.json_values import numbered_lines, parse_json_line, read_saved
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.hf_tokenizer import HFTokenizer
-from megatron_rl.train.reward_guard import keeps_process_alive
 from megatron_rl.train.rollouts import Prompt
 
 # Long enough for a short answer, short enough for a first run on a CPU.
@@ -113,23 +112,6 @@ class PromptFileTask:
         """The user's function sees the response up to an end token, as text where the prompt is text or messages."""
         return call_reward(self.reward_function, prompt, prompt.record["prompt"], self._shown(prompt, response))
 
-    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
-        """As reward, of all samples by one call: the function gets three lists, and returns as many numbers."""
-        shown = [self._shown(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        records = [prompt.record for prompt in prompts]
-        name = name_of(self.reward_function)
-        function: Callable[..., Any] = self.reward_function
-        values = function(*copy.deepcopy(([record["prompt"] for record in records], shown, records)))
-        try:
-            found = list(values)
-        except TypeError:
-            raise DataError(
-                f"the reward {name} returned {_shortened(values)}, and --reward-batched needs a number a sample"
-            ) from None
-        if len(found) != len(prompts):
-            raise DataError(f"the reward {name} returned {len(found)} numbers for {len(prompts)} samples")
-        return [_checked_reward(value, name, prompt) for value, prompt in zip(found, prompts, strict=True)]
-
     def _shown(self, prompt: Prompt, response: list[int]) -> Any:
         ends = [place for place, token in enumerate(response) if token in self.end_tokens]
         response = response[: ends[0]] if ends else response
@@ -140,15 +122,12 @@ class PromptFileTask:
 def import_reward(path: str) -> RewardFunction:
     """The function that --reward names. ConfigError says what failed."""
     try:
-        with keeps_process_alive("importing the module"):
-            return import_dotted(path, "--reward")
-    except RunError as error:
-        raise ConfigError(f"--reward {path!r}: {error}") from error
+        return import_dotted(path, "--reward")
     except ConfigError as error:
         raise ConfigError(
             f"{error}; modules are looked for in PYTHONPATH and, with `python -m megatron_rl`, in the current directory"
         ) from error
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise ConfigError(f"--reward {path!r}: importing the module raised {type(error).__name__}: {error}") from error
 
 
@@ -160,6 +139,8 @@ def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, sho
     name = name_of(function)
     try:
         value = function(*copy.deepcopy((shown_prompt, shown_response, prompt.record)))
+    except SystemExit as error:
+        raise RunError(f"the reward {name} called sys.exit({error.code!r}): return a value or raise an error instead") from error
     except Exception as error:
         error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
         raise

@@ -1,4 +1,4 @@
-"""Loss, gradient and metrics of a whole step, from the equations of the papers. It must never import the package.
+"""Loss, gradient and metrics of a whole step, from the equations of the papers. It imports torch alone.
 
 One process, float64, the logits of all samples at once; autograd takes the derivative. A name without a formula here is an error
 that says so.
@@ -253,7 +253,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Result]] = {
 
 def formula(table: dict, name: str, of_what: str):
     if name not in table:
-        raise KeyError(f"{of_what} {name!r} has no formula: add it to the oracle, tests/dense_oracle.py")
+        raise KeyError(f"{of_what} {name!r} has no formula: add it to the oracle, megatron_rl/testing/oracle.py")
     return table[name]
 
 
@@ -300,8 +300,17 @@ def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSe
     (gradient,) = torch.autograd.grad(loss, leaf)
     log_probs = torch.cat([torch.zeros(0, dtype=torch.float64), *(part.all_log_probs() for part in parts)])
     metrics = dense_metrics([part for part in parts if part.live], len(samples), settings)
-    numbers = [float(number.detach()) for number in (loss, policy, kl, entropy)]
-    return DenseResult(numbers[0], gradient, *numbers[1:], metrics, log_probs, sum(counts), sum(len(p.live) for p in parts))
+    return DenseResult(
+        loss=float(loss.detach()),
+        gradient=gradient,
+        policy_loss=float(policy.detach()),
+        kl_loss=float(kl.detach()),
+        entropy=float(entropy.detach()),
+        metrics=metrics,
+        log_probs=log_probs,
+        num_counted=sum(counts),
+        num_unmasked=sum(len(part.live) for part in parts),
+    )
 
 
 def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
@@ -402,9 +411,6 @@ def dense_metrics(parts: Sequence[SampleTerms], num_documents: int, settings: De
         x = part.log_ratio.detach().clamp(-BOUND, BOUND)
         return x.exp() - x - 1
 
-    def share(values: Callable[[SampleTerms], Tensor], among: Callable[[SampleTerms], Tensor]) -> float:
-        return float(tokens(values).sum() / tokens(among).sum())
-
     seen = torch.cat([ratio(part)[:1] if settings.loss in ONE_RATIO_A_SAMPLE else ratio(part) for part in parts])
     advantages = tokens(lambda part: part.advantages)
     found = {
@@ -429,18 +435,17 @@ def dense_metrics(parts: Sequence[SampleTerms], num_documents: int, settings: De
         found |= {"kept_ids": means(lambda part: part.num_kept), "outside_support": 0, "kept_mass": means(lambda part: part.mass)}
     if settings.correction == "none" and settings.sequence_delta is None:
         return found
-    signs = {"positive": lambda part: part.advantages > 0, "negative": lambda part: part.advantages < 0}
-    for sign, is_of_sign in signs.items():
-        if tokens(is_of_sign).any():
-            found[f"correction_kept_{sign}"] = share(lambda part, of=is_of_sign: part.is_kept() & of(part), is_of_sign)
-    everyone = lambda part: torch.ones(len(part.live))  # noqa: E731
+    is_kept = tokens(SampleTerms.is_kept)
+    for sign, is_of_sign in {"positive": advantages > 0, "negative": advantages < 0}.items():
+        if is_of_sign.any():
+            found[f"correction_kept_{sign}"] = float(is_kept[is_of_sign].mean())
     return found | {
-        "correction_kept_tokens": share(SampleTerms.is_kept, everyone),
+        "correction_kept_tokens": float(is_kept.mean()),
         "correction_kept_samples": means(SampleTerms.is_kept),
         "correction_off_policy": means(lambda part: part.is_off_policy),
         "correction_weight": means(lambda part: part.factors),
-        "correction_at_low": share(lambda part: part.ratios < part.bounds()[0], everyone),
-        "correction_at_high": share(lambda part: part.ratios > part.bounds()[1], everyone),
+        "correction_at_low": float(tokens(lambda part: part.ratios < part.bounds()[0]).mean()),
+        "correction_at_high": float(tokens(lambda part: part.ratios > part.bounds()[1]).mean()),
         "correction_largest_weight": float(tokens(lambda part: part.factors).max()),
         "correction_largest_ratio": float(tokens(lambda part: part.ratios).max()),
         "correction_effective_sample_size": sample_size(tokens(lambda part: part.factors)),
