@@ -27,7 +27,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankError
 from megatron_rl.train import checkpoints
 from megatron_rl.train.checkpoints import CHECKSUMS
-from megatron_rl.train.hf_checkpoint import read_hf_model
 
 pytestmark = pytest.mark.megatron
 
@@ -424,19 +423,9 @@ def test_a_folder_for_another_flag_is_told_with_what_to_type(tmp_path, file, fol
     """Weights of another format, given to --load or to --hf-checkpoint."""
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).touch()
-    if "config.json" not in file or "adapter" in file:
-        with pytest.raises(ConfigError, match=f"^--hf-checkpoint {tmp_path / folder} is no Hugging Face folder: {expected}"):
-            read_hf_model(tmp_path / folder)
     if not file.endswith("latest"):
         with pytest.raises(ConfigError, match=f"^no checkpoint in {tmp_path / folder}: {expected}"):
             checkpoints.latest_checkpoint(tmp_path / folder)
-
-
-def test_a_name_of_the_hub_is_told_how_to_fetch_it():
-    with pytest.raises(ConfigError, match="there is no such folder: .* `hf download Qwen/Qwen3 --local-dir models/Qwen3`$"):
-        read_hf_model("Qwen/Qwen3")
-    with pytest.raises(ConfigError, match="^--hf-checkpoint models/of/mine: there is no such folder$"):
-        read_hf_model("models/of/mine")
 
 
 def test_a_checkpoint_of_another_program_is_told_from_ours(pool, copy):

@@ -17,7 +17,6 @@ from test_train_command import Command
 from test_train_options import options_of, parse, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.train.hf_checkpoint import MARKER, copied_files
 from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.option_rules import LEARNING_RATES, TrainLaunch, check_key_heads, train_options
@@ -177,22 +176,6 @@ def test_a_place_for_the_model_that_cannot_be_right_is_refused_by_the_flag(check
     with pytest.raises(ConfigError) as refused:
         train_options({**vars(parse("--hf-checkpoint model")), "save_hf": save_hf})
     assert message in str(refused.value)
-
-
-def test_links_out_of_the_folder_are_not_copied_and_those_of_the_hub_s_cache_are(tmp_path):
-    """A stranger's folder with a link to a file of this machine would publish that file with the trained model."""
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
-    for folder in (snapshot, blobs):
-        folder.mkdir(parents=True)
-    (blobs / "f00").touch()
-    (tmp_path / "secret").touch()
-    (snapshot / "config.json").symlink_to(blobs / "f00")
-    (snapshot / "vocab.json").symlink_to(snapshot / "config.json")
-    (snapshot / MARKER).touch()
-    assert [path.name for path in copied_files(snapshot)] == ["config.json", "vocab.json"]
-    (snapshot / "merges.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(ConfigError, match=r"merges.txt is a link to .*secret, out of the folder: it is not copied into --save-hf"):
-        copied_files(snapshot)
 
 
 def test_the_tokenizer_encodes_text_and_messages_and_knows_every_end(checkpoint):

@@ -26,9 +26,9 @@ from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
@@ -141,11 +141,6 @@ def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> It
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
         yield f"--save-hf {save_hf} holds files already: name a new folder"
-    if os.path.isdir(hf_checkpoint):
-        try:
-            copied_files(Path(hf_checkpoint))
-        except ConfigError as error:
-            yield from error.problems
 
 
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:

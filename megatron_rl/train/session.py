@@ -27,8 +27,8 @@ from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
 from megatron_rl.train.document_steps import size_of_steps
-from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
 from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, run_id_of, take_output_dir

@@ -45,8 +45,8 @@ from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
-from megatron_rl.train.hf_checkpoint import build_hf_model, save_hf_checkpoint
 from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import build_hf_model, save_hf_checkpoint
 from megatron_rl.train.sampling_filter import KeptTokens
 
 if TYPE_CHECKING:
