@@ -23,9 +23,9 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
 from megatron_rl.train.rollout_files import recorded_group_size
@@ -137,11 +137,6 @@ def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> It
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
         yield f"--save-hf {save_hf} holds files already: name a new folder"
-    if os.path.isdir(hf_checkpoint):
-        try:
-            copied_files(Path(hf_checkpoint))
-        except ConfigError as error:
-            yield from error.problems
 
 
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:
@@ -161,8 +156,8 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         vocab_size=model.vocab_size,
-        num_experts=model.num_experts or None,
-        moe_router_topk=model.experts_per_token or options.moe_router_topk,
+        num_experts=None if model.experts is None else model.experts.count,
+        moe_router_topk=options.moe_router_topk if model.experts is None else model.experts.per_token,
     )
 
 
