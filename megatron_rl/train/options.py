@@ -96,7 +96,7 @@ class ModelOptions:
 
     hf_checkpoint: str | None = flag(
         None,
-        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
+        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Mistral, Qwen2 or Qwen3.",
     )
     num_layers: int = count(2, "Transformer layers.")
     hidden_size: int = count(64, "Width of the transformer.")
