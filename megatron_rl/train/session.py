@@ -27,7 +27,6 @@ from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
 from megatron_rl.train.document_steps import size_of_steps
-from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
@@ -64,20 +63,15 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
         evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
         training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation, run_id=run_id)
-        export = None if options.save_hf is None else HFExport(options.save_hf, run_id)
         if options.save_rollouts is not None and start.progress.num_rollouts:  # which it would cut, and go on in
             on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
-        if export is not None:
-            on_first_rank(export.try_to_write)
         lines = changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         on_start()
         outcome = training.run()
-        if export is not None and outcome.exit_code == 0:
-            on_first_rank(export.begin)
-            trainer.save_hf(export.partial)
-            on_first_rank(export.finish)
+        if options.save_hf is not None and outcome.exit_code == 0:
+            trainer.save_hf(options.save_hf)
         return outcome
 
 
