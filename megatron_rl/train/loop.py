@@ -37,7 +37,7 @@ from megatron_rl.train.document_steps import DocumentSteps
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import record_of, save_rollouts, truncate_rollouts
+from megatron_rl.train.rollout_files import record_of, save_rollouts
 from megatron_rl.train.rollouts import (
     Microbatches,
     Sample,
@@ -154,14 +154,12 @@ class TrainingRun:
         is_float32 = not trainer.settings.bf16
         self._watchdog = RunWatchdog(config, start.watchdog, is_first_rank=self._is_first_rank, is_float32=is_float32)
         self._output_dir = Path(options.output_dir)
-        self._last_saved: tuple[int, Path] | None = None
+        self._saved_steps = start.progress.num_steps
+        self._checkpoint: Path | None = None
 
     def run(self) -> Outcome:
         """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
-        if options.save_rollouts:
-            kept = self._progress.num_rollouts
-            on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
         total = None  # a file may end before, and documents make as many steps as they make
         if is_static and not options.rollouts and options.num_rollouts is not None:
@@ -348,17 +346,13 @@ class TrainingRun:
         return MetricsWriter(self._output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
 
     def _save(self, stop: StopRule) -> Path | None:
-        """Saves a checkpoint of this state, unless it was saved last or nothing has been trained."""
-        if self._progress.num_steps == (self._start.step or 0):
-            return None
-        if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
+        """Saves a checkpoint of this state, unless it is saved already. None where nothing has been trained."""
+        if self._saved_steps != self._progress.num_steps:
             counters: dict[str, Any] = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
             counters |= {"watchdog": dataclasses.asdict(self._watchdog.state), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()
             directory = self._output_dir / CHECKPOINT_DIRECTORY
-            self._last_saved = (
-                self._progress.num_steps,
-                self._trainer.save(directory, self._progress.num_steps, counters),
-            )
-        return self._last_saved[1]
+            self._saved_steps = self._progress.num_steps
+            self._checkpoint = self._trainer.save(directory, self._saved_steps, counters)
+        return self._checkpoint
