@@ -153,7 +153,6 @@ class TrainingRun:
         self._is_first_rank = dist.get_rank() == 0
         is_float32 = not trainer.settings.bf16
         self._watchdog = RunWatchdog(config, start.watchdog, is_first_rank=self._is_first_rank, is_float32=is_float32)
-        self._output_dir = Path(options.output_dir)
         self._saved_steps = start.progress.num_steps
         self._checkpoint: Path | None = None
 
@@ -170,12 +169,7 @@ class TrainingRun:
             make_bar(total, self._progress.num_steps) if self._is_first_rank else contextlib.nullcontext() as self._bar,
             contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
-            stop = StopRule(
-                signals,
-                max_seconds=options.max_seconds,
-                target_reward=options.target_reward,
-                recent_rewards=self._start.recent_rewards,
-            )
+            stop = StopRule(signals, options.max_seconds, options.target_reward, self._start.recent_rewards)
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
             else:
@@ -213,9 +207,8 @@ class TrainingRun:
             if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
                 self._show(self._rollouts.lines_about(rollout, options.show_samples))
             headers = rollout.headers
-            reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
-            of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
+            of_rollout = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
             if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
@@ -225,7 +218,7 @@ class TrainingRun:
     def _show(self, lines: list[str]) -> None:
         """On the terminal, beside the bar, and in SAMPLES_FILE."""
         say = partial(print if self._bar is None else self._bar.write, file=sys.stderr)
-        path = self._output_dir / SAMPLES_FILE
+        path = Path(self._options.output_dir) / SAMPLES_FILE
         with names_what_cannot_be_written(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:
                 print(line, file=file)
@@ -311,10 +304,9 @@ class TrainingRun:
 
     def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""
-        progress, seconds, reward = self._progress, time.monotonic() - began, of_rollout[REWARD]
-        if progress.first_reward is None:
-            progress.first_reward = reward
-        progress.last_reward = reward
+        progress, seconds = self._progress, time.monotonic() - began
+        progress.last_reward = of_rollout[REWARD]
+        progress.first_reward = progress.last_reward if progress.first_reward is None else progress.first_reward
         progress.num_steps += 1
         progress.samples_seen += int(metrics["num_samples"])
         progress.prompts_seen += int(metrics["num_prompts"])
@@ -343,7 +335,7 @@ class TrainingRun:
         options, wandb = self._options, None
         if options.wandb_project is not None:
             wandb = {"project": options.wandb_project, "config": settings_of(options, self._config)}
-        return MetricsWriter(self._output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
+        return MetricsWriter(options.output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
 
     def _save(self, stop: StopRule) -> Path | None:
         """Saves a checkpoint of this state, unless it is saved already. None where nothing has been trained."""
@@ -352,7 +344,7 @@ class TrainingRun:
             counters |= {"watchdog": dataclasses.asdict(self._watchdog.state), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()
-            directory = self._output_dir / CHECKPOINT_DIRECTORY
+            directory = Path(self._options.output_dir) / CHECKPOINT_DIRECTORY
             self._saved_steps = self._progress.num_steps
             self._checkpoint = self._trainer.save(directory, self._saved_steps, counters)
         return self._checkpoint
