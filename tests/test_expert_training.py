@@ -17,7 +17,7 @@ from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.generation import SamplingSettings
 from megatron_rl.train.option_rules import TrainLaunch, check_experts, check_world_size
 from megatron_rl.train.options import TrainOptions, experts_of
-from megatron_rl.train.writers import MAX_VIO, REWARD, ROUTE_AGREEMENT
+from megatron_rl.train.writers import REWARD
 from megatron_rl.validation.experts import expert_problems
 
 pytestmark = pytest.mark.megatron
@@ -115,6 +115,6 @@ def test_the_preset_learns_on_two_ranks_that_share_the_experts(tmp_path):
     rewards = [row[REWARD] for row in rows]
     assert rewards[0] < 0.2 and max(rewards) > 0.9
     first, second = rows[:2]
-    assert first[ROUTE_AGREEMENT] == 1 > second[ROUTE_AGREEMENT], "the first step moves the routers that sampled"
-    assert 0 < min(row[MAX_VIO] for row in rows) and rows[-1][MAX_VIO] < 1
+    assert first["policy/route_agreement"] == 1 > second["policy/route_agreement"], "the first step moves the routers that sampled"
+    assert 0 < min(row["policy/max_vio"] for row in rows) and rows[-1]["policy/max_vio"] < 1
     assert (tmp_path / "run" / "curves.png").exists()
