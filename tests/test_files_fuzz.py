@@ -22,8 +22,8 @@ from forked import forked
 from safetensors.torch import save
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_tokenizer import _end_tokens
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.user_tasks import _read_records
 

@@ -423,7 +423,7 @@ def test_layers_with_experts_are_found_as_megatron_places_them():
 
 # Rollouts and files
 
-OPTIONS = {"num_rollouts": 2, "save_interval": None, "steps_per_rollout": 2}
+OPTIONS = {"num_rollouts": 2, "save_interval": 1000, "steps_per_rollout": 2}
 PHANTOMS = "policy/num_phantom_tokens"
 
 
@@ -455,7 +455,7 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
 def test_the_command_samples_with_routes_and_replays_them_from_a_file(tmp_path):
     file = str(tmp_path / "rollouts.jsonl")
     model = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--hidden-size", "32", "--router-replay", "rollout"]
-    small = ["--num-rollouts", "1", "--prompts-per-rollout", "2", "--samples-per-prompt", "2", "--no-plot", "--no-tensorboard"]
+    small = ["--num-rollouts", "1", "--prompts-per-rollout", "2", "--samples-per-prompt", "2", "--no-tensorboard"]
 
     def on_rank(rank: int, folder: str, more: list[str]) -> int:
         return main(["train", "--policy-loss", "grpo", *model, *small, "--output-dir", folder, *more])

@@ -44,7 +44,7 @@ def run_on_rank(rank, output_dir, config, options, settings=None):
 def recorded(pool, tmp_path_factory):
     """Three rollouts of two steps, sampled on one rank: (rollout file, directory of the run)."""
     directory = tmp_path_factory.mktemp("recorded")
-    options = {"num_rollouts": 3, "save_rollouts": str(directory / "rollouts.jsonl")}
+    options = {"num_rollouts": 3, "save_rollouts": str(directory / "rollouts.jsonl"), "show_samples": 2}
     pool.run(run_on_rank, directory / "run", GSPO, options, world_size=1)
     return directory / "rollouts.jsonl", directory / "run"
 
@@ -73,6 +73,9 @@ def test_the_file_of_rollouts_holds_what_the_loss_saw(recorded):
         assert sum(sample.reward for sample in batch.samples) / 16 == pytest.approx(row["rollout/reward"])
         mean = sum(sum(sample.old_log_probs) / 4 for sample in batch.samples[:8]) / 8
         assert mean == pytest.approx(row["policy/old_logprobs"], rel=1e-5)
+    shown = [(sample.reward, sample.tokens.tolist()) for sample in batches[0].samples[:2]]
+    lines = [f"rollout 0, reward {reward:.3f}: {tokens[:-4]} -> {tokens[-4:]}" for reward, tokens in shown]
+    assert (recorded[1] / "samples.txt").read_text().splitlines() == lines
 
 
 def test_a_file_of_several_data_parallel_ranks_is_that_of_one_rank(pool, recorded, tmp_path):
@@ -196,12 +199,13 @@ def test_a_rollout_file_that_starts_elsewhere_is_refused(recorded, tmp_path):
 
 
 def test_a_run_that_reaches_its_target_saves_and_ends_with_0(pool, tmp_path):
-    """--target-reward over a window of two; a save after each rollout, and the last one not twice."""
-    options = {"num_rollouts": 9, "target_reward": 0.0, "target_reward_window": 2, "save_interval": 1}
+    """--target-reward over five rollouts; a save after each rollout, and the last one not twice."""
+    options = {"num_rollouts": 9, "target_reward": 0.0, "save_interval": 1, "steps_per_rollout": 1}
     for outcome in pool.run(run_on_rank, tmp_path, GSPO, options, world_size=2, **{TP: 2}):
-        assert outcome.reason.endswith("of the last 2 rollouts reached the target") and outcome.exit_code == 0
-        assert (outcome.progress.num_rollouts, outcome.checkpoint.name) == (2, "step_00000004")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000002", "step_00000004"]
+        assert outcome.reason.endswith("of the last 5 rollouts reached the target") and outcome.exit_code == 0
+        assert (outcome.progress.num_rollouts, outcome.checkpoint.name) == (5, "step_00000005")
+    saved = [f"step_0000000{step}" for step in range(1, 6)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", *saved]
 
 
 def learning_run_on_rank(rank, output_dir):
@@ -209,7 +213,7 @@ def learning_run_on_rank(rank, output_dir):
     demo = dict(PRESETS["demo"])
     config = PolicyLossConfig(**{name: demo.pop(name) for name in ("policy_loss", "loss_aggregation", "samples_per_prompt")})
     settings = {"hidden_size": 64, "lr": demo["lr"]}
-    options = demo | {"target_reward": 0.92, "save_interval": None}
+    options = demo | {"target_reward": 0.92, "save_interval": 1000}
     logger, messages = logging.getLogger("megatron_rl.train.watchdog"), []
     with mock.patch.object(logger, "warning", lambda *given: messages.append(given)):
         return run_loop(output_dir, config, options, settings=settings)[0].progress, messages

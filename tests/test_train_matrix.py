@@ -27,7 +27,7 @@ from megatron_rl.train.tasks import make_task
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 pytestmark = pytest.mark.megatron
 
-SMALL = "--prompts-per-rollout 2 --samples-per-prompt 3 --lr 1e-2 --no-plot --no-tensorboard"
+SMALL = "--prompts-per-rollout 2 --samples-per-prompt 3 --lr 1e-2 --no-tensorboard"
 # Routes of the sampler, replayed and compared in each forward.
 REPLAY = "--router-replay rollout"
 TEXTS, IDS = ["12", "3+4", "a"], [[3, 1], [2], [5, 5, 4]]
@@ -92,7 +92,7 @@ def lines_of(file: str) -> list[dict]:
 def test_all_that_a_run_does_with_prompts_of_a_kind(name, tmp_path):
     row = ROWS[name]
     source = f"--prompts {write_prompts(tmp_path / 'p.jsonl', *row.prompts)} --reward test_train_matrix.reward --max-new-tokens 4"
-    source += f" --eval-prompts {write_prompts(tmp_path / 'e.jsonl', *row.held_out)} --eval-interval 1"
+    source += f" --eval-prompts {write_prompts(tmp_path / 'e.jsonl', *row.held_out)} --save-interval 1"
     model = f"--hf-checkpoint {model_folder(row, tmp_path / 'model')}" if row.architecture else ""
 
     def run(given: str, output: str, of_run: str) -> None:
@@ -165,7 +165,7 @@ def test_the_lines_of_the_page_make_a_small_model_and_train_it(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", make.split()[1:])
     example.main()
     words = train.removeprefix("python -m megatron_rl train ")
-    command = Command(f"{words} --num-rollouts 1 --prompts-per-rollout 2 --no-plot --no-tensorboard", tmp_path / "logs")
+    command = Command(f"{words} --num-rollouts 1 --prompts-per-rollout 2 --no-tensorboard", tmp_path / "logs")
     assert command.wait() == [0], command.output()
     assert "Qwen3ForCausalLM of 2 layers x 64, float32, lr 0.001 | 2 prompts x 32 samples" in command.output()
     assert example.next_letter([], "d", {"answer": "d"}) == 1.0 and Path("runs/tiny_hf/model-00001-of-00001.safetensors").is_file()

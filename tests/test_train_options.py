@@ -68,10 +68,10 @@ def test_every_flag_arrives_with_its_type():
     numbers = {
         **dict(num_rollouts=3, prompts_per_rollout=4, steps_per_rollout=1, micro_batch_size=2, num_layers=4, hidden_size=32),
         **dict(num_attention_heads=2, vocab_size=64, lr=1e-4, clip_grad=0.0, seed=7),
-        **dict(target_reward=0.5, target_reward_window=2, max_seconds=30.0, save_interval=5, tensor_model_parallel_size=2),
+        **dict(target_reward=0.5, max_seconds=30.0, save_interval=5, tensor_model_parallel_size=2),
         **dict(pipeline_model_parallel_size=2, context_parallel_size=2, task="tally", output_dir="x", save_rollouts="r.jsonl"),
     }
-    switches = dict(overwrite=True, tensorboard=False, plot=False, json=True, packed=True, sequence_parallel=True)
+    switches = dict(overwrite=True, tensorboard=False, json=True, packed=True, sequence_parallel=True)
     switches |= dict(use_distributed_optimizer=True, bf16=False)
     words = [f"--{name} {value}" for name, value in numbers.items()] + [f"--{'' if on else 'no-'}{n}" for n, on in switches.items()]
     line = " ".join(words).replace("_", "-")
@@ -131,7 +131,7 @@ def test_the_demo_is_gspo_with_prompt_mean_and_gspos_own_clip():
     assert clip_of(config) == (3e-4, 4e-4)
     options = train_options(vars(args))
     assert (options.task, options.prompts_per_rollout, options.steps_per_rollout, options.lr) == ("tally", 8, 2, 1e-3)
-    assert (options.num_rollouts, options.target_reward, options.target_reward_window) == (140, 0.97, 5)
+    assert (options.num_rollouts, options.target_reward) == (140, 0.97)
 
 
 @pytest.mark.parametrize("line", ["--preset demo --policy-loss grpo --lr 1", "--policy-loss grpo --lr 1 --preset=demo"])
@@ -173,6 +173,7 @@ REJECTED = [
     # line, what the message says, number of ranks
     pytest.param("--num-rollouts 0", "--num-rollouts 0 must be at least 1", 1, id="count of zero"),
     pytest.param("--save-interval -1", "--save-interval -1 must be at least 1", 1, id="negative count"),
+    pytest.param("--show-samples 2 --rollouts here.jsonl", "--show-samples 2 has no effect with --rollouts", 1, id="no samples"),
     pytest.param("--lr 0", r"--lr 0\.0 must be above 0", 1, id="no learning rate"),
     pytest.param("--lr nan", "--lr nan must be above 0", 1, id="learning rate NaN"),
     pytest.param("--clip-grad -1", r"--clip-grad -1\.0 must be at least 0; 0 does not clip", 1, id="negative clip"),
@@ -191,7 +192,6 @@ REJECTED = [
     pytest.param(
         "--docs-per-step 8 --rollouts here.jsonl --save-rollouts x", "--rollouts and .*: .* copy the file", 1, id="a copy"
     ),
-    pytest.param("--metrics-writer os.nothing", r"--metrics-writer 'os\.nothing': module 'os' has no", 1, id="no such writer"),
     pytest.param(
         "--importance-correction tis", "tis has .* with the engine .* every ratio is 1; .*--rollouts", 1, id="FB-120 one engine"
     ),
@@ -283,7 +283,6 @@ ALLOWED = [
     pytest.param("--docs-per-step 8 --prompts-per-rollout 1", 1, id="a rollout of one prompt"),
     pytest.param("--docs-per-step 9999 --rollouts here.jsonl", 1, id="steps over many recorded rollouts"),
     pytest.param("--docs-per-step many", 1, id="no number, which the rules of the loss tell"),
-    pytest.param("--metrics-writer os.getcwd --x-axis tokens_seen", 1, id="own writer"),
     pytest.param("--rollouts here.jsonl --steps-per-rollout 99 --save-rollouts there.jsonl", 1, id="copy of a replay"),
     pytest.param("--save-rollouts here.jsonl --overwrite", 1, id="rollouts written anew"),
     pytest.param("--save-rollouts here.jsonl --resume --output-dir old", 1, id="rollouts go on"),

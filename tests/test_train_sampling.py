@@ -231,7 +231,7 @@ def test_the_kl_term_is_over_the_vocabulary_or_over_the_sets_and_starts_at_0(poo
 
 def learning_run_on_rank(rank, output_dir):
     config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=8, watchdog="raise")
-    options = {"prompts_per_rollout": 16, "num_rollouts": 140, "target_reward": 0.92, "save_interval": None, **TOP_P}
+    options = {"prompts_per_rollout": 16, "num_rollouts": 140, "target_reward": 0.92, "save_interval": 1000, **TOP_P}
     return run_loop(output_dir, config, options, settings={"hidden_size": 64})[0].progress
 
 

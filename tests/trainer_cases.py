@@ -148,9 +148,7 @@ def run_loop(
     on_trainer=None,
 ):
     """What `megatron-rl train` does on this rank once the process groups stand: (outcome, final weights of this rank)."""
-    options = TrainOptions(
-        **{"output_dir": str(output_dir), "tensorboard": False, "plot": False, "prompts_per_rollout": 4, **options}
-    )
+    options = TrainOptions(**{"output_dir": str(output_dir), "tensorboard": False, "prompts_per_rollout": 4, **options})
     task = make_task(options.task)
     trainer = tiny_trainer(
         config,

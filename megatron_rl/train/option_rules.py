@@ -21,12 +21,11 @@ from megatron_rl.config import (
     TermScore,
 )
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
 from megatron_rl.train.rollout_files import recorded_group_size
@@ -138,11 +137,6 @@ def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> It
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
         yield f"--save-hf {save_hf} holds files already: name a new folder"
-    if os.path.isdir(hf_checkpoint):
-        try:
-            copied_files(Path(hf_checkpoint))
-        except ConfigError as error:
-            yield from error.problems
 
 
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:
@@ -162,8 +156,8 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         vocab_size=model.vocab_size,
-        num_experts=model.num_experts or None,
-        moe_router_topk=model.experts_per_token or options.moe_router_topk,
+        num_experts=None if model.experts is None else model.experts.count,
+        moe_router_topk=options.moe_router_topk if model.experts is None else model.experts.per_token,
     )
 
 
@@ -194,8 +188,12 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
-    if options.wandb_project is not None and find_spec("wandb") is None:
-        yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
+    if options.wandb_project is None:
+        return
+    if missing := [name for name in ("wandb", "tensorboard") if find_spec(name) is None]:
+        yield f"--wandb-project {options.wandb_project} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+    if not options.tensorboard:
+        yield f"--wandb-project {options.wandb_project} sends the events of TensorBoard: remove --no-tensorboard"
 
 
 def meaning_of(option: dataclasses.Field[Any]) -> str:
@@ -253,6 +251,11 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
     """Beside the rule experts_do_not_depend_on_the_layout."""
     if options.num_experts is not None and options.moe_router_topk > options.num_experts:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
+
+
+def check_show_samples(options: TrainOptions) -> Iterator[str]:
+    if options.show_samples and options.rollouts is not None:
+        yield f"--show-samples {options.show_samples} has no effect with --rollouts, where nothing is sampled: remove it"
 
 
 def check_steps(options: TrainOptions) -> Iterator[str]:
@@ -352,14 +355,6 @@ def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
-    if options.metrics_writer is not None:
-        try:
-            import_dotted(options.metrics_writer, "--metrics-writer")
-        except ConfigError as error:
-            yield str(error)
-
-
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is not None and not os.path.isfile(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
@@ -409,13 +404,13 @@ RULES = (
     check_divisions,
     check_head_width,
     check_experts,
+    check_show_samples,
     check_steps,
     check_advantage_normalization,
     check_corrections,
     check_sampling_filter,
     check_token_selection,
     check_docs_per_step,
-    check_metrics_writer,
     check_rollout_files,
     check_world_size,
     check_start,

@@ -23,7 +23,6 @@ from megatron_rl.config import (
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.tasks import BUILT_IN_TASKS
-from megatron_rl.train.writers import X_AXES
 from megatron_rl.validation import flag_of
 
 # In --output-dir, beside metrics.jsonl and the lock.
@@ -31,10 +30,12 @@ CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
 RUN_FILE = "run.json"
+SAMPLES_FILE = "samples.txt"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
 DEFAULT_STEPS_PER_ROLLOUT = 2
+ROLLOUTS_BETWEEN_SAMPLES = 10
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
 _DEMO: dict[str, Any] = {
     "task": "tally",
@@ -45,7 +46,6 @@ _DEMO: dict[str, Any] = {
     "lr": 1e-3,
     "num_rollouts": 140,
     "target_reward": 0.97,
-    "target_reward_window": 5,
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": _DEMO,
@@ -96,7 +96,7 @@ class ModelOptions:
 
     hf_checkpoint: str | None = flag(
         None,
-        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
+        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Mistral, Qwen2 or Qwen3.",
     )
     num_layers: int = count(2, "Transformer layers.")
     hidden_size: int = count(64, "Width of the transformer.")
@@ -214,7 +214,9 @@ class SavingOptions:
     """Where the run keeps its files, and which run it goes on with."""
 
     output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
-    save_interval: int | None = count(50, "Rollouts between two checkpoints; one is saved at the end too.")
+    save_interval: int = count(
+        50, "Rollouts between two checkpoints, and between two evaluations on --eval-prompts; one is saved at the end too."
+    )
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
     load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
     overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
@@ -231,17 +233,11 @@ class WatchingOptions:
 
     eval_prompts: str | None = flag(
         None,
-        "Prompts that are not trained on, as --prompts; their mean reward and length are reported.",
+        "Prompts that are not trained on, as --prompts; their mean reward and length are reported every --save-interval rollouts.",
         needs=("prompts", "they are evaluated by the same reward"),
     )
-    eval_interval: int = count(
-        20, "Rollouts between two evaluations on --eval-prompts.", needs=("eval_prompts", "there is nothing to evaluate")
-    )
     target_reward: float | None = flag(
-        None, "Stop when the mean reward of the last rollouts is at least this.", must=Range("finite", lambda value: True)
-    )
-    target_reward_window: int = count(
-        5, "Rollouts that --target-reward averages over.", needs=("target_reward", "there is no mean to reach")
+        None, "Stop when the mean reward of the last 5 rollouts is at least this.", must=Range("finite", lambda value: True)
     )
     max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
 
@@ -251,12 +247,10 @@ class OutputOptions:
     """How the metrics are shown and to whom they are sent."""
 
     tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
-    x_axis: str = flag("step", "What TensorBoard, --metrics-writer and the picture are drawn against.", choices=tuple(X_AXES))
-    metrics_writer: str | None = flag(
-        None, "Your own writer, module.function, called as fn(output_dir); what it returns has add_scalar or log."
+    wandb_project: str | None = flag(None, "Send TensorBoard's events to this project of Weights & Biases too; needs wandb.")
+    show_samples: int = not_negative(
+        0, f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}."
     )
-    wandb_project: str | None = flag(None, "Write the metrics to this project of Weights & Biases too; needs wandb.")
-    plot: bool = flag(True, "Write the curves as a picture; on by default.")
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
 
 

@@ -56,6 +56,9 @@ class BuiltInTask:
         record = {"answer": self.answer(symbol)}
         return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, symbol], record=record)
 
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[list[int], list[int]]:
+        return prompt.tokens, response
+
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The tokens, end token included, that are right at their place, divided by the longer of response and answer."""
         if self.reward_function is not None:

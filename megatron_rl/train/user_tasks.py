@@ -98,12 +98,15 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The user's function sees the response up to an end token, as text where the prompt is text or messages."""
+        return call_reward(self.reward_function, prompt, *self.shown(prompt, response))
+
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
+        """What the user's function sees: the response up to an end token, as text where the prompt is text or messages."""
         length = next((place for place, token in enumerate(response) if token in self.end_tokens), len(response))
         shown: Any = response[:length]
         if self.vocabulary is not None and not _is_token_list(prompt.record["prompt"]):
             shown = self.vocabulary.decode(shown)
-        return call_reward(self.reward_function, prompt, prompt.record["prompt"], shown)
+        return prompt.record["prompt"], shown
 
 
 def import_reward(path: str) -> RewardFunction:
