@@ -313,9 +313,9 @@ def test_flags_that_the_folder_decides_are_refused(checkpoint, tmp_path, monkeyp
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     with pytest.raises(ConfigError) as refused:
-        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "sort", "--save-hf", tmp_path / "full")
+        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "tally", "--save-hf", tmp_path / "full")
     text = str(refused.value)
     assert f"--num-layers 3 has no effect with --hf-checkpoint: {checkpoint} decides it; remove the flag" in text
-    assert "--task sort has no effect" in text
+    assert "--task tally has no effect" in text
     assert "needs --prompts FILE with --reward, or --rollouts FILE" in text
     assert "holds files already: name a new folder" in text
