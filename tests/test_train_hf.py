@@ -17,11 +17,11 @@ from test_train_command import Command
 from test_train_options import options_of, parse, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.option_rules import LEARNING_RATES, TrainLaunch, check_key_heads, train_options
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.tasks import make_task
+from megatron_rl.train.trainer import PolicyTrainer
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install -e '.[train]'")
 load_file, save_file = safetensors.load_file, safetensors.save_file
@@ -121,7 +121,7 @@ def stops_the_run_once(prompt, response, record):
 
 
 def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(checkpoint, tmp_path, monkeypatch):
-    """The folder is that of the run without a stop, to the bit. Another run does not write over it."""
+    """The folder is that of the run without a stop, to the bit."""
     monkeypatch.chdir(tmp_path)
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
     line = f"--hf-checkpoint {checkpoint} --prompts {file} {SMALL} --reward test_train_hf."
@@ -132,50 +132,31 @@ def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(c
     stopped = Command(own, tmp_path / "logs")
     assert stopped.wait() == [143] and not Path("hf_b").exists()
     assert "--save-hf hf_b is written when the run is complete: --resume goes on" in stopped.output()
-    for _ in range(2):  # the second time it replaces its own folder
-        assert Command(f"{own} --resume", tmp_path / "logs").wait() == [0]
-        weights = [(Path(folder) / "model-00001-of-00001.safetensors").read_bytes() for folder in ("hf_a", "hf_b")]
-        assert weights[0] == weights[1] and sorted(path.name for path in Path().glob("hf_*")) == ["hf_a", "hf_b"]
-    other = Command(f"{whole.replace('hf_a', 'hf_b')} --resume", tmp_path / "logs")
-    assert other.wait() == [2] and "--save-hf hf_b holds files already, which this run did not write" in other.output()
-
-
-def test_ctrl_c_while_the_folder_is_written_says_what_goes_on(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
-    line = (
-        f"--hf-checkpoint {checkpoint} --prompts {file} {SMALL} --reward test_train_hf.reward_of_digits --output-dir a --save-hf hf"
-    )
     with monkeypatch.context() as patch:
-        patch.setattr(HFExport, "finish", lambda export: signal.raise_signal(signal.SIGINT))
-        stopped = Command(line, tmp_path / "logs")
-        assert stopped.wait() == [1]
-    assert "RunError: stopped by Ctrl-C; if a checkpoint is there, the same line with --resume goes on" in stopped.output()
-    assert "Traceback" not in stopped.output() and not Path("hf").exists()
-    assert Command(f"{line} --resume", tmp_path / "logs").wait() == [0] and Path("hf").exists()
+        patch.setattr(PolicyTrainer, "save_hf", lambda trainer, folder: signal.raise_signal(signal.SIGINT))
+        killed = Command(f"{own} --resume", tmp_path / "logs")
+        assert killed.wait() == [1]
+    assert "RunError: stopped by Ctrl-C; if a checkpoint is there, the same line with --resume goes on" in killed.output()
+    assert "Traceback" not in killed.output() and not Path("hf_b").exists()
+    assert Command(f"{own} --resume", tmp_path / "logs").wait() == [0]
+    weights = [(Path(folder) / "model-00001-of-00001.safetensors").read_bytes() for folder in ("hf_a", "hf_b")]
+    assert weights[0] == weights[1] and sorted(path.name for path in Path().glob("hf_*")) == ["hf_a", "hf_b"]
 
 
 @pytest.mark.parametrize(
     ("save_hf", "message"),
     [
-        ("file", "--save-hf file: it is a file; name a new folder"),
-        ("runs/train", "--save-hf runs/train: it is the folder of --output-dir runs/train, or has it inside; name a new folder"),
-        ("runs", "it is the folder of --output-dir runs/train, or has it inside"),
-        ("model", "--save-hf model: it is the folder of --hf-checkpoint"),
-        ("/", "--save-hf /: a disk is mounted there"),
-        ("", "--save-hf : the name is empty"),
-        ("full", "--save-hf full holds files already: name a new folder"),
+        ("there", "--save-hf there: there is there already; name a new folder, as in --save-hf runs/train/hf"),
+        ("half", "--save-hf half: half.partial is there already; name a new folder"),
+        ("", "--save-hf : . is there already"),
+        ("runs", "--save-hf runs: --output-dir would be inside; name a new folder"),
     ],
 )
-def test_a_place_for_the_model_that_cannot_be_right_is_refused_by_the_flag(checkpoint, tmp_path, monkeypatch, save_hf, message):
+def test_a_place_for_the_model_must_be_new(checkpoint, tmp_path, monkeypatch, save_hf, message):
     monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    Path("full").mkdir()
-    Path("full/a").touch()
-    Path("model").symlink_to(checkpoint)
-    with pytest.raises(ConfigError) as refused:
-        train_options({**vars(parse("--hf-checkpoint model")), "save_hf": save_hf})
-    assert message in str(refused.value)
+    Path("there").mkdir()
+    Path("half.partial").mkdir()
+    assert message in error_of(lambda: train_options({**vars(parse(f"--hf-checkpoint {checkpoint}")), "save_hf": save_hf}))
 
 
 def test_the_tokenizer_encodes_text_and_messages_and_knows_every_end(checkpoint):
@@ -310,12 +291,10 @@ def test_a_loss_of_experts_beside_a_folder_is_refused_for_its_true_reason(checkp
 
 def test_flags_that_the_folder_decides_are_refused(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a").touch()
     with pytest.raises(ConfigError) as refused:
-        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "tally", "--save-hf", tmp_path / "full")
+        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "tally", "--save-hf", tmp_path)
     text = str(refused.value)
     assert f"--num-layers 3 has no effect with --hf-checkpoint: {checkpoint} decides it; remove the flag" in text
     assert "--task tally has no effect" in text
     assert "needs --prompts FILE with --reward, or --rollouts FILE" in text
-    assert "holds files already: name a new folder" in text
+    assert "is there already; name a new folder" in text

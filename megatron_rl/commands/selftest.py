@@ -14,7 +14,6 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.train import quiet_megatron
 from megatron_rl.errors import ConfigError
 from megatron_rl.testing.model_shapes import SHAPES, shape_of
 
@@ -169,6 +168,8 @@ def bench_of(args: Namespace) -> Bench:
         sizes["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
     bench: Callable[..., Bench]
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
+        from megatron_rl.megatron.cpu import quiet_megatron
+
         quiet_megatron()
         from megatron_rl.testing.selftest_steps import WholeSteps as bench
     else:
