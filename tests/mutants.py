@@ -122,7 +122,7 @@ JUDGES = {
     "train/rollouts.py": "rollouts | train_loop",
     "train/checkpoints.py": "train_options | checkpoints expert_training",
     "train/generation.py": "generation train_sampling | generation",
-    "train/hf_": "hf_checkpoint train_hf | hf_checkpoint hf_random_configs",
+    "train/hf_": "hf_checkpoint train_hf",
     "train/stopping.py": "stopping | train_loop",
     "testing/": "layouts step_check | step_mistakes",
     "testing/comparison.py": "layouts step_check | selftest",

@@ -30,7 +30,7 @@ from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import with_ref_log_probs
 from megatron_rl.train.document_steps import DocumentSteps, Done, done_after, size_of_steps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample
 from megatron_rl.train.writers import MetricsWriter
@@ -272,12 +272,10 @@ def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
 def steps_on_rank(rank, path, config, micro_batch_size):
     """Trains on a file; (of each step: this rank's documents, sizes of micro-batches, metrics), weights, the data-parallel rank."""
     trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
-    options = TrainOptions(micro_batch_size=micro_batch_size)
+    options = TrainOptions(micro_batch_size=micro_batch_size, rollouts=path)
     found = []
     with DocumentSteps(trainer, options, config) as documents:
-        for step in documents.of_file(
-            ReplayedRollouts(path, ReplayRules(vocab_size=VOCABULARY), first=0), first_rollout=0, state=None
-        ):
+        for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
             metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
             found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()

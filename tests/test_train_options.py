@@ -173,6 +173,7 @@ REJECTED = [
     # line, what the message says, number of ranks
     pytest.param("--num-rollouts 0", "--num-rollouts 0 must be at least 1", 1, id="count of zero"),
     pytest.param("--save-interval -1", "--save-interval -1 must be at least 1", 1, id="negative count"),
+    pytest.param("--show-samples 2 --rollouts here.jsonl", "--show-samples 2 has no effect with --rollouts", 1, id="no samples"),
     pytest.param("--lr 0", r"--lr 0\.0 must be above 0", 1, id="no learning rate"),
     pytest.param("--lr nan", "--lr nan must be above 0", 1, id="learning rate NaN"),
     pytest.param("--clip-grad -1", r"--clip-grad -1\.0 must be at least 0; 0 does not clip", 1, id="negative clip"),

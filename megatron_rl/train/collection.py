@@ -133,6 +133,16 @@ class SampledRollouts:
         )
         return SharedRollout(headers=headers, own=own)
 
+    def lines_about(self, rollout: SharedRollout, number: int) -> list[str]:
+        """A line about each of the first `number` samples that this rank holds: prompt, response and reward."""
+        index, lines = rollout.own.rollout_index, []
+        for sample in rollout.own.samples[:number]:
+            place = index * self._options.prompts_per_rollout + sample.index // self._samples_per_prompt
+            prompt = self._task.make_prompt(place, self._options.seed)
+            shown = self._task.shown(prompt, sample.tokens[len(prompt.tokens) :].tolist())
+            lines.append(f"rollout {index}, reward {sample.reward:.3f}: {shown[0]!r} -> {shown[1]!r}")
+        return lines
+
     def _dp_rank_of(self, index: int) -> int:
         """--docs-per-step deals whole prompt groups to the ranks; else they take samples in turn."""
         is_dealt = self._trainer.config.docs_per_step is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,13 +34,13 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import save_rollouts, truncate_rollouts
+from megatron_rl.train.rollout_files import record_of, save_rollouts, truncate_rollouts
 from megatron_rl.train.rollouts import (
     Microbatches,
-    RolloutBatch,
+    Sample,
     SharedRollout,
     mean_reward,
     partition,
@@ -158,7 +159,7 @@ class TrainingRun:
     def run(self) -> Outcome:
         """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
-        if options.save_rollouts:  # done on all ranks before one of them appends to its part
+        if options.save_rollouts:
             kept = self._progress.num_rollouts
             on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
@@ -210,6 +211,9 @@ class TrainingRun:
             rollout = self._rollouts.get(progress.num_rollouts, policy_version=progress.num_steps)
             if rollout is None:
                 return
+            is_shown = options.show_samples and progress.num_rollouts % ROLLOUTS_BETWEEN_SAMPLES == 0
+            if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
+                self._show(self._rollouts.lines_about(rollout, options.show_samples))
             headers = rollout.headers
             reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
@@ -219,6 +223,15 @@ class TrainingRun:
             parts = self._cut(rollout)
             for number, (microbatches, num_documents) in enumerate(parts, 1):
                 yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
+
+    def _show(self, lines: list[str]) -> None:
+        """On the terminal, beside the bar, and in SAMPLES_FILE."""
+        say = partial(print if self._bar is None else self._bar.write, file=sys.stderr)
+        path = self._output_dir / SAMPLES_FILE
+        with names_what_cannot_be_written(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            for line in lines:
+                print(line, file=file)
+                say(line)
 
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
@@ -253,15 +266,23 @@ class TrainingRun:
         steps = [*unmeasured, *(with_old_log_probs(self._trainer, of_step) for of_step in steps[len(unmeasured) :])]
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
-            on_all_ranks(partial(self._save_rollout, rollout.part(samples), options.save_rollouts))
+            self._save_rollout(rollout, samples, options.save_rollouts)
         return list(zip(steps, num_documents, strict=True))
 
-    def _save_rollout(self, own: RolloutBatch, path: str) -> None:
-        """On the first rank of each model replica. Some data-parallel ranks may have no sample, and no part then."""
+    def _save_rollout(self, rollout: SharedRollout, samples: list[Sample], path: str) -> None:
+        """The first rank writes the samples of all data-parallel ranks, in the rollout's order. Communication: on_all_ranks'."""
         groups = self._trainer.groups
-        if own.samples and groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
+        is_given = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+        own = dataclasses.replace(rollout.own, samples=samples if is_given else [])
+        records = [record for of_rank in on_all_ranks(lambda: record_of(own)["samples"]) for record in of_rank]
+
+        def write() -> None:
+            of_index = {record["index"]: Sample(**record) for record in records}
+            whole = [of_index[header.index] for header in rollout.headers]
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
-                save_rollouts(path, dataclasses.replace(own, run_id=self._run_id), groups.dp.rank())
+                save_rollouts(path, dataclasses.replace(own, samples=whole, run_id=self._run_id))
+
+        on_all_ranks(write if self._is_first_rank else lambda: None)
 
     def _step(self, step: TrainStep) -> dict[str, float] | None:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""

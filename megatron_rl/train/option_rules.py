@@ -23,12 +23,12 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
-from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
+from megatron_rl.train.rollout_files import recorded_group_size
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
@@ -134,11 +134,6 @@ def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> It
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
         yield f"--save-hf {save_hf} holds files already: name a new folder"
-    if os.path.isdir(hf_checkpoint):
-        try:
-            copied_files(Path(hf_checkpoint))
-        except ConfigError as error:
-            yield from error.problems
 
 
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:
@@ -158,8 +153,8 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         vocab_size=model.vocab_size,
-        num_experts=model.num_experts or None,
-        moe_router_topk=model.experts_per_token or options.moe_router_topk,
+        num_experts=None if model.experts is None else model.experts.count,
+        moe_router_topk=options.moe_router_topk if model.experts is None else model.experts.per_token,
     )
 
 
@@ -255,6 +250,11 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
     """Beside the rule experts_do_not_depend_on_the_layout."""
     if options.num_experts is not None and options.moe_router_topk > options.num_experts:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
+
+
+def check_show_samples(options: TrainOptions) -> Iterator[str]:
+    if options.show_samples and options.rollouts is not None:
+        yield f"--show-samples {options.show_samples} has no effect with --rollouts, where nothing is sampled: remove it"
 
 
 def check_steps(options: TrainOptions) -> Iterator[str]:
@@ -355,7 +355,7 @@ def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
 
 
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is not None and not existing_parts(options.rollouts):
+    if options.rollouts is not None and not os.path.isfile(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
     if options.save_rollouts is None:
         return
@@ -365,9 +365,9 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
     elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
-    elif existing_parts(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
+    elif os.path.isfile(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
         yield (
-            f"--save-rollouts {existing_parts(options.save_rollouts)[0]} exists: two runs in one file cannot be replayed; give "
+            f"--save-rollouts {options.save_rollouts} exists: two runs in one file cannot be replayed; give "
             "another name, or --overwrite or --resume"
         )
 
@@ -403,6 +403,7 @@ RULES = (
     check_divisions,
     check_head_width,
     check_experts,
+    check_show_samples,
     check_steps,
     check_advantage_normalization,
     check_corrections,

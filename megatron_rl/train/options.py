@@ -30,10 +30,12 @@ CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
 RUN_FILE = "run.json"
+SAMPLES_FILE = "samples.txt"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
 DEFAULT_STEPS_PER_ROLLOUT = 2
+ROLLOUTS_BETWEEN_SAMPLES = 10
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
 _DEMO: dict[str, Any] = {
     "task": "tally",
@@ -93,7 +95,7 @@ class ModelOptions:
 
     hf_checkpoint: str | None = flag(
         None,
-        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
+        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Mistral, Qwen2 or Qwen3.",
     )
     num_layers: int = count(2, "Transformer layers.")
     hidden_size: int = count(64, "Width of the transformer.")
@@ -238,6 +240,9 @@ class OutputOptions:
 
     tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
     wandb_project: str | None = flag(None, "Send TensorBoard's events to this project of Weights & Biases too; needs wandb.")
+    show_samples: int = not_negative(
+        0, f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}."
+    )
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.hf_tokenizer import HFTokenizer
@@ -43,6 +43,9 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The reward of the sampled tokens, end token included. A built-in task's is the share of correct tokens."""
 
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
+        """Both as a person reads them: text where the task has it, else token ids."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
@@ -76,6 +79,9 @@ class BuiltInTask:
         symbols = [self.smallest_symbol + number % (self.num_symbols - self.smallest_symbol) for number in numbers]
         record = {"answer": self.answer(symbols)}
         return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, *symbols], record=record)
+
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[list[int], list[int]]:
+        return prompt.tokens, response
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The tokens that are right at their place, divided by the longer of response and answer."""

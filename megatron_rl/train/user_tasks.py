@@ -109,14 +109,14 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The user's function sees the response up to an end token, as text where the prompt is text or messages."""
-        return call_reward(self.reward_function, prompt, prompt.record["prompt"], self._shown(prompt, response))
+        return call_reward(self.reward_function, prompt, *self.shown(prompt, response))
 
-    def _shown(self, prompt: Prompt, response: list[int]) -> Any:
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
+        """What the user's function sees: the response up to an end token, as text where the prompt is text or messages."""
         ends = [place for place, token in enumerate(response) if token in self.end_tokens]
         response = response[: ends[0]] if ends else response
         has_ids = self.vocabulary is None or _is_token_list(prompt.record["prompt"])
-        return response if has_ids or self.vocabulary is None else self.vocabulary.decode(response)
+        return prompt.record["prompt"], response if has_ids or self.vocabulary is None else self.vocabulary.decode(response)
 
 
 def import_reward(path: str) -> RewardFunction:
