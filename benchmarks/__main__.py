@@ -1,4 +1,4 @@
-"""`python -m benchmarks losses|head|cpu|scale|...`, from a checkout: megatron_rl beside its peers, and what calls cost.
+"""`python -m benchmarks losses|head|cpu|hosts`, from a checkout: megatron_rl beside its peers.
 
 It measures in one process and one run: ceilings first, then gate, memory and interleaved times of each case; then it judges
 targets. It prints no time of a wrong result, and no ratio of numbers from two runs.
@@ -17,23 +17,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import cliff, measure, overhead, peers, providers, report, scale, support, targets
+from benchmarks import measure, peers, providers, report, targets
 from benchmarks.measure import Device, Settings
 from benchmarks.problems import LOG_PROBS, NUM_SETS, PRESETS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, with_shape
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError
-from megatron_rl.validation import flag_of
 
 KINDS = {
     "losses": "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA.",
     "head": "The loss from hidden states, beside bare matmuls, the unfused path and peers. CUDA or CPU.",
     "cpu": "Log-probabilities, and the loss, forward and backward on this CPU against eager log_softmax + gather.",
-    "overhead": "What a call costs beside the logits: launches, host time, allocations, a CUDA graph. CUDA or CPU.",
-    "cliff": "The kernel that reads a logit once against two kernels by columns: how much of the L2 cache it may take. For CUDA.",
-    "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
-    "rollouts": "What a sample costs the host in `megatron-rl train`: weighing, batches, files. It needs megatron-core.",
     "hosts": "One training step of the head in each host's own code and in ours: bytes a logit, memory, time. CPU or CUDA.",
-    "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
 EXIT_FAULT, EXIT_CONFIG = 1, 2
@@ -50,14 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0; 1: our provider failed its gate or raised, or the run is void or unfinished; 2: wrong settings."""
     args = build_parser().parse_args(arguments)
     try:
-        return {
-            "scale": run_scale,
-            "overhead": run_overhead,
-            "cliff": run_cliff,
-            "sampling": run_sampling,
-            "rollouts": run_rollouts,
-            "hosts": run_hosts,
-        }.get(args.kind, run_support if args.kind == "head" and args.support else run)(args)
+        return (run_hosts if args.kind == "hosts" else run)(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
         return EXIT_CONFIG
@@ -68,22 +55,6 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for kind, line in KINDS.items():
         add = kinds.add_parser(kind, help=line, description=line, allow_abbrev=False).add_argument
-        if kind == "scale":
-            add("--ranks", type=int, nargs="+", metavar="COUNT", help="Default: 1 4 1024 16384.")
-            add("--real", action="store_true", help="Processes of this machine over gloo. Default of --ranks: 1 2 4.")
-            add("--samples", type=int, nargs="+", default=[16384, 100_000], metavar="COUNT", help="A rank. Default: 16384 100000.")
-            add("--samples-per-prompt", type=int, default=8, metavar="COUNT", help="Default: 8.")
-            add("--tokens", type=int, default=8, metavar="COUNT", help="Of a mask. Default: 8.")
-            add("--dtype", choices=("bool", "int64", "float32"), default="bool", help="Of the masks. Default: bool.")
-            continue
-        if kind == "sampling":
-            add("--new-tokens", type=int, nargs="+", default=[16, 512], metavar="COUNT", help="Of a response. Default: 16 512.")
-            add("--samples", type=int, default=16, metavar="COUNT", help="Responses at once. Default: 16.")
-            continue
-        if kind == "rollouts":
-            add("--tokens", type=int, nargs="+", default=[2000, 8192], metavar="COUNT", help="Of a sample. Default: 2000 8192.")
-            add("--samples", type=int, default=64, metavar="COUNT", help="Default: 64.")
-            continue
         if kind == "hosts":
             add(
                 "--device",
@@ -112,17 +83,6 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--json", action="store_true", help="CUDA: print one JSON object instead of the tables.")
             add("--output-dir", metavar="DIR", help="CUDA: write report.md and results.json there, named by date and device.")
             continue
-        if kind == "cliff":
-            add("--columns", type=int, nargs="+", metavar="COUNT", help=f"Default: {' '.join(map(str, cliff.COLUMNS))}.")
-            rows = f"Tokens. Default: as many as make {cliff.LOGITS_BYTES['cuda'] >> 30} GiB of logits; few on a CPU."
-            add("--rows", type=int, metavar="COUNT", help=rows)
-            add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu, to try it out.")
-            add("--time-limit", type=float, default=0.0, help="No shape starts after these seconds; 0: no limit. Default: 0.")
-            continue
-        if kind == "overhead":
-            add("--rows", type=int, nargs="+", default=[16, 128, 4096], metavar="COUNT", help="Tokens. Default: 16 128 4096.")
-            add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
-            continue
         if kind == "cpu":
             add("--rows", type=int, default=2048, help="Tokens. Default: 2048.")
             add("--vocab-size", type=int, default=32000, help="Columns. Default: 32000.")
@@ -133,14 +93,6 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         if kind == "head":
             add("--shape", metavar="T,H,V", help="Replaces the first shape of the preset; its variants stay.")
             add("--max-logits-bytes", type=int, default=DEFAULT_MAX_LOGITS_BYTES, metavar="COUNT", help="Default: 2 GiB.")
-            add(
-                "--support",
-                action="store_true",
-                help="Instead: with sets of kept ids, as pairs and as matmuls of all columns, and the size at which both cost the "
-                "same. --shape: 512,256,32000; on CUDA 8192,4096,151936.",
-            )
-            ids = " ".join(map(str, support.IDS))
-            add("--ids", type=int, nargs="+", metavar="COUNT", help=f"With --support: of a row. Default: {ids}.")
         add(
             "--threads",
             type=int,
@@ -164,8 +116,6 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
 
 def run(args: Namespace) -> int:
     peers.add_checkouts(args.peer)
-    if args.kind == "head" and args.ids:
-        raise ConfigError("--ids needs --support, which measures sets of kept ids by their size")
     asked = "cpu" if args.kind == "cpu" else args.device
     device = measure.find_device(asked)
     settings, (preset, cases) = settings_of(args, device), cases_of(args, device)
@@ -188,96 +138,10 @@ def run(args: Namespace) -> int:
     return finish(found, args)
 
 
-def run_scale(args: Namespace) -> int:
-    ranks = args.ranks or ([1, 2, 4] if args.real else [1, 4, 1024, 16384])
-    if min(*ranks, *args.samples, args.samples_per_prompt, args.tokens) < 1:
-        raise ConfigError(
-            f"--ranks {ranks}, --samples {args.samples}, --samples-per-prompt {args.samples_per_prompt} and --tokens "
-            f"{args.tokens}: each must be at least 1"
-        )
-    form = scale.Form(args.samples_per_prompt, args.tokens, args.dtype)
-    torch.set_num_threads(1)
-    if args.real:
-        lines = scale.table_of_real(list(scale.measure_real(ranks, args.samples, form)))
-    else:
-        lines = scale.table(list(scale.measure_scale(ranks, args.samples, form)))
-    print(*lines, sep="\n")
-    return 0
-
-
-def run_overhead(args: Namespace) -> int:
-    if min(args.rows) < 1:
-        raise ConfigError(f"--rows {args.rows}: each must be at least 1")
-    device = measure.find_device(args.device)
-    torch.set_num_threads(1)
-    for line in overhead.table(overhead.measure_overhead(args.rows, torch.device(device.kind))):
-        print(line, flush=True)
-    return 0
-
-
-def run_support(args: Namespace) -> int:
-    unused = vars(build_parser().parse_args(["head"]))
-    for name in ("support", "ids", "shape", "device", "threads", "max_logits_bytes"):
-        del unused[name]
-    if given := [flag_of(name) for name, value in unused.items() if getattr(args, name) != value]:
-        raise ConfigError(f"{', '.join(given)} with --support: no effect, both paths of one head are compared; remove it")
-    device = measure.find_device(args.device)
-    ids, sizes = args.ids or list(support.IDS), support.SIZES[device.kind]
-    if args.shape:
-        try:
-            num_rows, hidden_size, vocab_size = map(int, args.shape.split(","))
-        except ValueError:
-            raise ConfigError(f"--shape {args.shape} must be three whole numbers T,H,V, such as 512,256,32000") from None
-        sizes = (num_rows, hidden_size, vocab_size)
-    if min(*ids, *sizes) < 1:
-        raise ConfigError(f"--ids {ids} and --shape {args.shape}: each must be at least 1")
-    torch.set_num_threads(args.threads or 1)
-    print(f"T {sizes[0]}, H {sizes[1]}, V {sizes[2]}, {measure.describe_machine(device)['device_name']}")
-    for line in support.table(support.measure_support(ids, *sizes, torch.device(device.kind), args.max_logits_bytes)):
-        print(line, flush=True)
-    return 0
-
-
-def run_cliff(args: Namespace) -> int:
-    columns = args.columns or list(cliff.COLUMNS)
-    if min(*columns, 1 if args.rows is None else args.rows) < 1 or args.time_limit < 0:
-        raise ConfigError(f"--columns {columns} and --rows {args.rows}: each must be at least 1, and --time-limit at least 0")
-    device, points = measure.find_device(args.device), list[cliff.CliffPoint]()
-    for line in cliff.table(noted(cliff.measure_cliff(columns, args.rows, device, args.time_limit), points)):
-        print(line, flush=True)
-    name = measure.describe_machine(device)["device_name"]
-    print(*cliff.verdict(points, name, is_gpu=device.kind == "cuda"), sep="\n", flush=True)
-    return 0
-
-
 def noted(values: Iterable[Any], kept: list[Any]) -> Iterator[Any]:
     for value in values:
         kept.append(value)
         yield value
-
-
-def run_sampling(args: Namespace) -> int:
-    if min(args.new_tokens) < 1 or args.samples < 1:
-        raise ConfigError(f"--new-tokens {args.new_tokens} and --samples {args.samples}: each must be at least 1")
-    try:
-        from benchmarks import sampling
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"sampling needs megatron-core: {error}") from error
-    print(*sampling.table(list(sampling.measure_sampling(args.new_tokens, args.samples))), sep="\n")
-    return 0
-
-
-def run_rollouts(args: Namespace) -> int:
-    if min(args.tokens) < 2 or args.samples < 1:
-        raise ConfigError(f"--tokens {args.tokens} must be at least 2, and --samples {args.samples} at least 1")
-    try:
-        from benchmarks import rollouts
-
-        torch.set_num_threads(1)
-        print(*rollouts.table(list(rollouts.measure_rollouts(args.tokens, args.samples))), sep="\n")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"rollouts needs megatron-core: {error}") from error
-    return 0
 
 
 def run_hosts(args: Namespace) -> int:

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from benchmarks.checkouts import host_module
 from benchmarks.measure import Unavailable
-from benchmarks.scale import fake_ranks
 from megatron_rl.hosts.heads.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
@@ -430,6 +429,17 @@ def one_megatron_rank(backend: str = "fake") -> Iterator[None]:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def fake_ranks(number: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -19,8 +19,7 @@ from forked import forked
 from torch import Tensor
 
 import benchmarks.__main__ as command
-import megatron_rl.step_counts as step_counts
-from benchmarks import hosts, peers, providers, report, scale, support, targets
+from benchmarks import hosts, peers, providers, report, targets
 from benchmarks import measure as harness
 from benchmarks.measure import (
     ERROR,
@@ -382,25 +381,6 @@ def test_a_void_case_is_named_and_judged_by_no_target_and_all_of_them_void_the_r
     assert targets.judge(target, found["cases"])["num_cases"] == 2 - num_moving
 
 
-@pytest.mark.megatron
-def test_sampling_shows_each_length_with_and_without_kept_keys():
-    words = ["sampling", "--new-tokens", "2", "150", "--samples", "4"]
-    _, shown, error = forked(lambda: command.main(words))
-    rows = [line.split(" | ") for line in shown.splitlines()[2:]]
-    assert [(row[0], row[1]) for row in rows] == [("| yes", "2"), ("| yes", "150"), ("| no", "2"), ("| no", "150")], error
-    assert float(rows[1][2]) < 0.7 * float(rows[3][2])  # measured: 0.29; without a cache 1
-
-
-@pytest.mark.megatron
-def test_rollouts_shows_each_work_for_each_length():
-    words = ["rollouts", "--tokens", "16", "40", "--samples", "9"]
-    _, shown, error = forked(lambda: command.main(words))
-    rows = [line.strip("| ").split(" | ") for line in shown.splitlines()[2:]]
-    works = ["weigh", "packed rows", "padded rows", "write", "read"]
-    assert [(row[0], row[1]) for row in rows] == [(tokens, work) for tokens in ("16", "40") for work in works], error
-    assert all(float(row[2]) > 0 for row in rows)
-
-
 HOST_FILE = """
 from no_such_requirement.of_the_host import Something
 
@@ -623,87 +603,6 @@ def test_a_bare_clone_with_torch_alone_runs_the_command(tmp_path):
     assert not list(tmp_path.glob("*.png")) and "![" not in next(tmp_path.glob("*.md")).read_text()
     assert "not installed: pip install liger-kernel" in done.stdout
     assert "torch finds no CUDA device: tiny shapes on the CPU" in done.stderr
-
-
-def test_the_cost_of_counting_is_shown_for_ranks_that_are_not_there(capsys):
-    """With 1e5 samples a rank no message grows with the number of ranks but the 56 bytes of each header and 8 of each split."""
-    assert command.main(["scale", "--ranks", "1", "1024", "4096", "--samples", "64", "2000"]) == 0
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [(row[0], row[1], row[4]) for row in rows if row[3] == "token counts"] == [
-        *(("1", "64", "0"), ("1", "2,000", "0")),
-        *(("1,024", "64", "2"), ("1,024", "2,000", "6")),  # 8 and 250 prompts a rank: gathered, and by owners
-        *(("4,096", "64", "2"), ("4,096", "2,000", "6")),
-    ]
-    received = {(row[0], row[1]): float(row[6].split()[0]) for row in rows}
-    assert received["4,096", "2,000"] - received["1,024", "2,000"] == pytest.approx((56 + 8) * 3072 / 1e6, abs=0.02)
-    assert command.main(["scale", "--ranks", "0"]) == command.EXIT_CONFIG
-
-
-def test_the_cost_of_counting_is_measured_on_real_ranks(capsys):
-    """With one sample a prompt two ranks go by the owners of prompts, in six collectives."""
-    for words, collectives in ((["--samples", "64"], "2"), (["--samples", "33000", "--samples-per-prompt", "1"], "6")):
-        assert command.main(["scale", "--real", "--ranks", "1", "2", *words]) == 0
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
-        assert [(row[0], *row[2:4]) for row in rows] == [
-            (ranks, given, count)
-            for ranks, count in (("1", "0"), ("2", collectives))
-            for given in ("masks of 8", "token counts", "and rollouts of 2")
-        ]
-        assert all(0 < float(cpu) and 0 < float(wall) for *_, cpu, wall in rows)
-
-
-@pytest.mark.parametrize(("ranks", "samples"), [(4, 64), (1024, 2000)], ids=["gathered", "by owners"])
-def test_prompts_of_ranks_that_are_not_there_differ(ranks, samples, monkeypatch):
-    """Else sorting them would be work on few different numbers."""
-    real, seen = step_counts._add_up_prompts, []
-    monkeypatch.setattr(step_counts, "_add_up_prompts", lambda rows: seen.append(rows[:, 0]) or real(rows))
-    (row, *_) = scale.measure_scale([ranks], [samples], scale.Form())
-    assert row.prompts == samples // 8 and len(seen) == 2 * scale.ROUNDS
-    for digests in seen:
-        assert len(digests.unique()) == len(digests) >= (ranks * row.prompts if ranks == 4 else row.prompts // 2)
-
-
-@pytest.mark.kernel
-def test_the_cost_of_a_call_is_shown_by_launches_operations_and_allocations(capsys):
-    """The launches are those of the table in docs/kernels.md, and neither they nor torch's operations grow with the rows."""
-    assert command.main(["overhead", "--rows", "16", "48", "--device", "cpu"]) == 0
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
-    launches = {(loss, path): int(count) for _, loss, path, count, *_ in rows}
-    assert launches == {
-        **{(loss, "logits"): 6 for loss in ("grpo", "gspo")},
-        **{(loss, "logits, metrics"): 7 for loss in ("grpo", "gspo")},
-        ("grpo", "logits, loss_scale"): 4,
-        ("gspo", "logits, loss_scale"): 6,  # off-policy its coefficients need the whole sample
-        ("grpo", "logits, loss_scale assumed"): 5,
-        ("gspo", "logits, loss_scale assumed"): 6,
-    }
-    assert [row[1:6] for row in rows if row[0] == "16"] == [row[1:6] for row in rows if row[0] == "48"]
-    assert all(float(row[7]) > 0 for row in rows)
-    assert command.main(["overhead", "--rows", "0"]) == command.EXIT_CONFIG
-
-
-def test_pairs_and_matmuls_of_kept_ids_have_one_gradient_and_their_times_cross(capsys):
-    """Of 1 id, of 3, of the whole vocabulary, which takes the matmuls on both paths, and of drawn ones."""
-    assert command.main(["head", "--support", "--ids", "1", "3", "40", "--shape", "32,8,40", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[3:-1]]
-    assert [row[0] for row in rows] == ["1", "3", "40", "drawn"] and rows[0][1] == "32"
-    assert all(float(row[2]) > 0 and float(row[3]) > 0 and float(row[5]) < 1e-6 for row in rows)
-    # Pairs cost 1, 4 and 16 ms, the others 8: equal between 4 and 16 times the first size, at its geometric mean.
-    points = [support.SupportPoint(ids, 0, float(ids), 8.0, 0.0) for ids in (16, 1, 4)]
-    assert support.crossing(points) == pytest.approx(8.0) and support.crossing(points[1:]) is None
-    for arguments in (
-        ["--ids", "0"],
-        ["--shape", "3,4"],
-        ["--shape", "3,4,x"],
-        ["--shape", "0,4,4"],
-        ["--rounds", "3"],
-        ["--json"],
-    ):
-        assert command.main(["head", "--support", *arguments, "--device", "cpu"]) == command.EXIT_CONFIG
-    assert command.main(["head", "--ids", "3", "--device", "cpu"]) == command.EXIT_CONFIG
-    sizes = support.drawn_sizes(20000, 32000, torch.Generator().manual_seed(0))
-    assert 7 < float(sizes.double().mean()) < 9 and int(sizes.median()) == 2
 
 
 @pytest.mark.parametrize(("host", "is_written"), [("verl, FSDP", True), ("NeMo-RL", False), ("SkyRL", False), ("ROLL", True)])

@@ -356,5 +356,5 @@ def test_the_metrics_of_a_step_say_how_many_rows_a_rollout_has_and_how_even_its_
     findings = {}
     for unit in ("rollout", "row"):
         of_unit, _ = watch(replace(OF_ROLLOUTS, importance_ratio_unit=unit), WatchdogState(), 2, found)
-        findings[unit] = [one.name for one in of_unit if one.name.startswith("phantom")]
+        findings[unit] = [name for name in of_unit if name.startswith("phantom")]
     assert findings == {"rollout": [], "row": ["phantom_num_samples"]}

@@ -48,7 +48,7 @@ MISTAKES = {
     "labels not moved by one": (".roll(-1, 1)", "", "the labels are not moved by one"),
     "mask one row late": ("positions - (PROMPT - 1)  #", "positions - PROMPT  #", "the mask is one row late"),
     "another derivative": (LOSS, SQUARED, "the loss has another derivative"),
-    "no scale_for_schedule": ("def main():", UNSCALED, "0.166667 of expected = 1/(dp x micro-batches)"),
+    "no scale_for_schedule": ("def main():", UNSCALED, "undoes the 1/(dp x cp x micro-batches) of DDP"),
     "one micro-batch in the scale": (
         "output.loss, len(batches), totals",
         "output.loss, 1, totals",

@@ -32,7 +32,7 @@ from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.registries.token_selections import Taken, get_token_selection
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
-from megatron_rl.testing.comparison import Comparison, compare_shards, named_sizes
+from megatron_rl.testing.comparison import MULTIPLE_TOLERANCE, Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (
     Layout,
     Shards,
@@ -67,7 +67,10 @@ TOLERANCE, TOLERANCE_OF_16_BITS = 1e-5, 1e-2
 # A model without dropout gives the same logits twice: exactly on one device, and nearly where a kernel adds in any order.
 REPEATED_LOGITS = 1e-3
 
-CURE = "return scale_for_schedule(output.loss, ...) from loss_func: it undoes what the schedule does (docs/own_loop.md)"
+CURE = (
+    "return scale_for_schedule(output.loss, ...) from loss_func: it undoes the 1/(dp x cp x micro-batches) of DDP and the schedule "
+    "(docs/own_loop.md)"
+)
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], Any]]]
 
@@ -198,8 +201,9 @@ def _cause(
         num_microbatches=num_microbatches,
     )
     cause = found.cause(tolerance, named_sizes(layout, samples, rows=rows))
+    is_unscaled = abs(found.ratio * groups.dp_cp.size() * num_microbatches - 1) < MULTIPLE_TOLERANCE
     is_of_schedule = any(f"{name}{end}" in cause for name in ("micro-batches", "dp", "cp") for end in (":", ")", " x"))
-    return f"{cause}; {CURE}" if is_of_schedule else cause
+    return f"{cause}; {CURE}" if is_unscaled or is_of_schedule else cause
 
 
 def _of_given(

@@ -5,29 +5,25 @@ A data-parallel rank holds the samples that it samples and trains. Of all others
 
 from __future__ import annotations
 
-import datetime
 import itertools
 from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import NO_SELECTION, Overlong, PolicyLossConfig, RouterReplay
+from megatron_rl.config import NO_SELECTION, PolicyLossConfig, RouterReplay
 from megatron_rl.kept_counts import counts_kept_before
-from megatron_rl.layout.agreement import finish_together
-from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, group_device, world_group
+from megatron_rl.layout.agreement import on_all_ranks
+from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.megatron.step_selection import StepSelection, select_step_tokens
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
 from megatron_rl.train.rollouts import (
     Microbatches,
     Prompt,
@@ -36,22 +32,21 @@ from megatron_rl.train.rollouts import (
     SampleHeader,
     SharedRollout,
     group_advantages,
-    response_digest,
 )
-from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
+from megatron_rl.train.sampling_filter import KeptTokens
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer
 
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
 # Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
 SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
-# Of a vocabulary id where a filter sorts whole rows: logits, twice, and sorted; ids; float64 masses and sums; flags.
+# Of a vocabulary id where top-p sorts whole rows: logits, twice, and sorted; ids; float64 masses and sums; flags.
 SORTED_BYTES = 3 * 4 + 8 + 3 * 8 + 4
 
 
 def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool, sorts_rows: bool = False) -> int:
     """How many samples are sampled at once: by the logits of their last positions, the activations of a layer in the longest
-    forward, the keys and values, and with sorts_rows what a filter needs of whole rows. The same on all ranks.
+    forward, the keys and values, and with sorts_rows what top-p needs of whole rows. The same on all ranks.
     Communication: an all-reduce of a number over all of them."""
     model, config, length = trainer.model, model_config_of(trainer.model), trainer.settings.max_sequence_length
     keeps_keys = can_cache(model) and not records_routes
@@ -75,29 +70,25 @@ class SampledRollouts:
     def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, samples_per_prompt: int):
         self._trainer, self._task, self._options = trainer, task, options
         self._samples_per_prompt = samples_per_prompt
-        is_replayed = options.router_replay == RouterReplay.ROLLOUT
-        self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
-        self._filter = SamplingFilter.of(options)
+        self._records_routes = options.router_replay == RouterReplay.ROLLOUT
+        self._keeps_ids = options.top_p < 1.0
         self._settings = SamplingSettings(
             max_new_tokens=task.max_new_tokens,
             end_tokens=task.end_tokens,
             temperature=trainer.config.policy_temperature,
             vocab_size=trainer.settings.vocab_size,
             rows_per_forward=rows_per_forward(
-                trainer, task.max_new_tokens, records_routes=self._records_routes, sorts_rows=self._filter.is_on
+                trainer, task.max_new_tokens, records_routes=self._records_routes, sorts_rows=self._keeps_ids
             ),
-            filter=self._filter,
+            top_p=options.top_p,
         )
-        timeout = COLLECTIVE_TIMEOUT + datetime.timedelta(seconds=options.reward_timeout)
-        is_alone = dist.get_world_size() == 1
-        self._reward_group = SINGLE if is_alone else dist.new_group(backend="gloo", timeout=timeout)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout:
         """policy_version: the policy's now; the samples carry it.
 
-        A reward may be slow, paid for or random: one rank of each model replica computes it, and sends it to the others. The
-        tokens stay where they were sampled.
-        Communication: sampling's, finish_together's, and one all-reduce of three numbers a sample over all ranks.
+        A reward may be paid for or random: one rank of each model replica computes it, and sends it to the others. The tokens stay
+        where they were sampled.
+        Communication: sampling's, and on_all_ranks' of three numbers a sample.
         """
         num_prompts, dp = self._options.prompts_per_rollout, self._trainer.groups.dp
         first = rollout_index * num_prompts
@@ -105,7 +96,7 @@ class SampledRollouts:
         of_sample = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
         mine = [index for index in range(len(of_sample)) if self._dp_rank_of(index) == dp.rank()]
         recorder = self._trainer.route_recorder() if self._records_routes else None
-        kept = KeptTokens(len(mine)) if self._filter.is_on else None
+        kept = KeptTokens(len(mine)) if self._keeps_ids else None
         responses = self._trainer.sample(
             [of_sample[index].tokens for index in mine],
             mine,
@@ -115,19 +106,19 @@ class SampledRollouts:
             kept,
         )
         share = [(index, of_sample[index], response) for index, response in zip(mine, responses, strict=True)]
-        rewards, lengths, digests = self._exchanged(share, self._rewards_of(share, rollout_index), len(of_sample))
+        rewarded = sorted(itertools.chain.from_iterable(on_all_ranks(partial(self._rewards_of, share))))
+        rewards = [reward for _, reward, _ in rewarded]
         advantages = group_advantages(rewards, [prompt.prompt_id for prompt in of_sample], self._options.advantage_normalization)
         headers = [
             SampleHeader(
                 prompt_id=prompt.prompt_id,
                 index=index,
-                response_length=int(lengths[index]),
-                reward=rewards[index],
+                response_length=length,
+                reward=reward,
                 advantage=advantages[index],
                 dp_rank=self._dp_rank_of(index),
-                response=int(digests[index]),
             )
-            for index, prompt in enumerate(of_sample)
+            for prompt, (index, reward, length) in zip(of_sample, rewarded, strict=True)
         ]
         samples = [
             self._sample(headers[index], prompt, response, policy_version, None if recorder is None else recorder.samples[place])
@@ -142,40 +133,36 @@ class SampledRollouts:
         )
         return SharedRollout(headers=headers, own=own)
 
+    def lines_about(self, rollout: SharedRollout, number: int) -> list[str]:
+        """A line about each of the first `number` samples that this rank holds: prompt, response and reward."""
+        index, lines = rollout.own.rollout_index, []
+        for sample in rollout.own.samples[:number]:
+            place = index * self._options.prompts_per_rollout + sample.index // self._samples_per_prompt
+            prompt = self._task.make_prompt(place, self._options.seed)
+            shown = self._task.shown(prompt, sample.tokens[len(prompt.tokens) :].tolist())
+            lines.append(f"rollout {index}, reward {sample.reward:.3f}: {shown[0]!r} -> {shown[1]!r}")
+        return lines
+
     def _dp_rank_of(self, index: int) -> int:
         """--docs-per-step deals whole prompt groups to the ranks; else they take samples in turn."""
         is_dealt = self._trainer.config.docs_per_step is not None
         return (index // self._samples_per_prompt if is_dealt else index) % self._trainer.groups.dp.size()
 
-    def _rewards_of(self, share: list[Response], rollout_index: int) -> list[float]:
-        """Of this data-parallel rank's responses, on the first rank of each model replica; none on the others."""
+    def _rewards_of(self, share: list[Response]) -> list[tuple[int, float, int]]:
+        """(index, reward, length) of this data-parallel rank's responses, on the first rank of each model replica."""
         groups = self._trainer.groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
-            share = []
-        with TimeLimit(self._options.reward_timeout) as limit, keeps_settings_of_torch():
-            if not self._options.reward_batched:
-                return finish_together([partial(self._reward, limit, rollout_index, one) for one in share], self._reward_group)
-            rewards = partial(self._batch_of_rewards, limit, rollout_index, share)
-            return [reward for found in finish_together([rewards] if share else [], self._reward_group) for reward in found]
-
-    def _exchanged(self, share: list[Response], found: list[float], num_samples: int) -> list[list[float]]:
-        """The rewards, the lengths and the digests of the responses of all samples of the rollout, on all ranks."""
-        values = torch.zeros(3, num_samples, dtype=torch.float64)
-        for (index, _, response), reward in zip(share if found else [], found, strict=True):  # none: another rank has them
-            row = [reward - self._penalty(response), len(response), response_digest(response)]
-            values[:, index] = torch.tensor(row, dtype=torch.float64)
-        world = world_group()
-        return all_reduce_sum(values.to(group_device(world)), world).tolist()
+            return []
+        return [(index, self._task.reward(prompt, response), len(response)) for index, prompt, response in share]
 
     def _sample(
         self, header: SampleHeader, prompt: Prompt, response: list[int], policy_version: int | None, routes: Tensor | None
     ) -> Sample:
-        is_masked = self._options.overlong == Overlong.MASK and self._is_cut(response)
         return Sample(
             prompt_id=prompt.prompt_id,
             tokens=torch.tensor([*prompt.tokens, *response]),
             response_length=len(response),
-            loss_mask=torch.full((len(response),), not is_masked),
+            loss_mask=torch.ones(len(response), dtype=torch.bool),
             reward=header.reward,
             advantage=header.advantage,
             old_log_probs=None,
@@ -183,29 +170,6 @@ class SampledRollouts:
             policy_version=policy_version,
             routes=routes,
         )
-
-    def _is_cut(self, response: list[int]) -> bool:
-        return len(response) == self._settings.max_new_tokens and response[-1] not in self._settings.end_tokens
-
-    def _penalty(self, response: list[int]) -> float:
-        """Yu et al., "DAPO", arXiv:2503.14476, equation 13: 0 before the buffer, 1 at its end."""
-        buffer = self._options.overlong_buffer
-        if self._options.overlong != Overlong.PENALTY or buffer is None:
-            return 0.0
-        return min(max(len(response) - (self._settings.max_new_tokens - buffer), 0) / buffer, 1.0)
-
-    def _batch_of_rewards(self, limit: TimeLimit, rollout_index: int, share: list[Response]) -> list[float]:
-        place = f"the reward {self._options.reward}, rollout {rollout_index}, {len(share)} samples,"
-        prompts, responses = [prompt for _, prompt, _ in share], [response for _, _, response in share]
-        with keeps_process_alive(place):
-            return limit.call(partial(self._task.rewards, prompts, responses), place)
-
-    def _reward(self, limit: TimeLimit, rollout_index: int, one: Response) -> float:
-        index, prompt, response = one
-        name = self._options.reward or "of the task"
-        place = f"the reward {name}, rollout {rollout_index}, sample {index}, prompt {prompt.prompt_id!r},"
-        with keeps_process_alive(place):
-            return limit.call(partial(self._task.reward, prompt, response), place)
 
 
 class Evaluation:
@@ -217,8 +181,6 @@ class Evaluation:
             prompts_per_rollout=num_prompts,
             seed=options.seed + 1,
             router_replay=RouterReplay.NONE.value,
-            check_router_replay=False,
-            overlong=Overlong.KEEP.value,
         )
         self._rollouts = SampledRollouts(trainer, task, plain, 1)
 
@@ -247,8 +209,8 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
         return f"--router-replay {options.router_replay}"
     if counts_kept_before(config):
         return f"--rejected-tokens {config.rejected_tokens}"
-    # The sampler is the trainer's own engine. With a filter it reports its log-probabilities itself.
-    if options.rollouts is None and needs_rollout_log_probs(config) and not SamplingFilter.of(options).is_on:
+    # The sampler is the trainer's own engine. With --top-p it reports its log-probabilities itself.
+    if options.rollouts is None and needs_rollout_log_probs(config) and options.top_p == 1.0:
         has_delta = config.off_policy_sequence_delta is not None
         return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
     return None

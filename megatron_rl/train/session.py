@@ -27,16 +27,13 @@ from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
 from megatron_rl.train.document_steps import size_of_steps
-from megatron_rl.train.hf_bridge import read_model
 from megatron_rl.train.hf_export import HFExport
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
-from megatron_rl.train.output_dir import checkpoint_directory, prepare_output_dir, run_id_of, take_output_dir
-from megatron_rl.train.peers import PeerWatch
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, run_id_of, take_output_dir
+from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
-from megatron_rl.train.run_lock import RunLock
-from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
@@ -58,9 +55,10 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
-    with PeerWatch() as watch, says_why_it_ends(watch), RunLock() as lock:
+    lock = lock_of(options)  # held until this function ends
+    with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
-        lines = on_first_rank(partial(take_output_dir, lock, options))
+        on_first_rank(partial(take_output_dir, lock, options))
         run_id = on_first_rank(partial(run_id_of, options))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
@@ -71,8 +69,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
             on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
         if export is not None:
             on_first_rank(export.try_to_write)
-        lines += [] if settings.hf_model is None else settings.hf_model.notes
-        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
+        lines = changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         on_start()
@@ -85,7 +82,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
 
 
 @contextmanager
-def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
+def says_why_it_ends() -> Iterator[None]:
     """RunError for Ctrl-C and for a lost rank; then the groups of ranks are destroyed."""
     try:
         yield
@@ -95,8 +92,7 @@ def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
         if not is_lost_rank(error):
             raise
         first_line = str(error).partition("\n")[0]
-        who = watch.who_ended() or "another rank ended, or did not come in time: its own message says why"
-        raise RunError(f"{who} ({first_line})") from error
+        raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
     finally:
         dist.destroy_process_group()
 
@@ -115,7 +111,7 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch
     given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)
-    given["hf_model"] = None if options.hf_checkpoint is None else read_model(options.hf_checkpoint, options.hf_loader)
+    given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
     return TrainerSettings(**given)
 
 
@@ -129,7 +125,7 @@ def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
 def rollouts_of(trainer: PolicyTrainer, task: Task, options: TrainOptions, *, first: int) -> SampledRollouts | ReplayedRollouts:
     """Those of --rollouts from index `first` on, or such as the policy samples."""
     if options.rollouts:
-        return ReplayedRollouts(options.rollouts, ReplayRules.of(options, trainer), first=first, dp_group=trainer.groups.dp)
+        return ReplayedRollouts(options, trainer, first=first)
     if trainer.config.samples_per_prompt is None:
         raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
     return SampledRollouts(trainer, task, options, trainer.config.samples_per_prompt)
@@ -169,9 +165,8 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     if not options.rollouts:
         is_divided = options.advantage_normalization == AdvantageNormalization.STD
         samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
-    filters = SamplingFilter.of(options)
-    if filters.is_on:
-        samples += f", {filters.in_words()}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
+    if options.top_p < 1.0:
+        samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
     reader = reader_of_old_log_probs(options, config)
     if reader is not None:
         samples += f", old log-probabilities of the first step measured for {reader}"

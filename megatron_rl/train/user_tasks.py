@@ -21,7 +21,6 @@ from megatron_rl.errors import ConfigError, DataError, RunError, name_of
 from megatron_rl.files.json_values import numbered_lines, parse_json_line, read_saved
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.hf_tokenizer import HFTokenizer
-from megatron_rl.train.reward_guard import keeps_process_alive
 from megatron_rl.train.rollouts import Prompt
 
 # Long enough for a short answer, short enough for a first run on a CPU.
@@ -110,45 +109,25 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The user's function sees the response up to an end token, as text where the prompt is text or messages."""
-        return call_reward(self.reward_function, prompt, prompt.record["prompt"], self._shown(prompt, response))
+        return call_reward(self.reward_function, prompt, *self.shown(prompt, response))
 
-    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
-        """As reward, of all samples by one call: the function gets three lists, and returns as many numbers."""
-        shown = [self._shown(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        records = [prompt.record for prompt in prompts]
-        name = name_of(self.reward_function)
-        function: Callable[..., Any] = self.reward_function
-        values = function(*copy.deepcopy(([record["prompt"] for record in records], shown, records)))
-        try:
-            found = list(values)
-        except TypeError:
-            raise DataError(
-                f"the reward {name} returned {_shortened(values)}, and --reward-batched needs a number a sample"
-            ) from None
-        if len(found) != len(prompts):
-            raise DataError(f"the reward {name} returned {len(found)} numbers for {len(prompts)} samples")
-        return [_checked_reward(value, name, prompt) for value, prompt in zip(found, prompts, strict=True)]
-
-    def _shown(self, prompt: Prompt, response: list[int]) -> Any:
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
+        """What the user's function sees: the response up to an end token, as text where the prompt is text or messages."""
         ends = [place for place, token in enumerate(response) if token in self.end_tokens]
         response = response[: ends[0]] if ends else response
         has_ids = self.vocabulary is None or _is_token_list(prompt.record["prompt"])
-        return response if has_ids or self.vocabulary is None else self.vocabulary.decode(response)
+        return prompt.record["prompt"], response if has_ids or self.vocabulary is None else self.vocabulary.decode(response)
 
 
 def import_reward(path: str) -> RewardFunction:
     """The function that --reward names. ConfigError says what failed."""
     try:
-        with keeps_process_alive("importing the module"):
-            return import_dotted(path, "--reward")
-    except RunError as error:
-        raise ConfigError(f"--reward {path!r}: {error}") from error
+        return import_dotted(path, "--reward")
     except ConfigError as error:
         raise ConfigError(
             f"{error}; modules are looked for in PYTHONPATH and, with `python -m megatron_rl`, in the current directory"
         ) from error
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise ConfigError(f"--reward {path!r}: importing the module raised {type(error).__name__}: {error}") from error
 
 
@@ -160,6 +139,8 @@ def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, sho
     name = name_of(function)
     try:
         value = function(*copy.deepcopy((shown_prompt, shown_response, prompt.record)))
+    except SystemExit as error:
+        raise RunError(f"the reward {name} called sys.exit({error.code!r}): return a value or raise an error instead") from error
     except Exception as error:
         error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
         raise
@@ -186,7 +167,6 @@ def read_prompt_file(
     reward_function: RewardFunction,
     *,
     max_new_tokens: int | None = None,
-    end_token: int | None = None,
     tokenizer: HFTokenizer | None = None,
     vocab_size: int | None = None,
 ) -> PromptFileTask:
@@ -195,8 +175,8 @@ def read_prompt_file(
     tokenizer: the prompts are text or lists of messages for it, or its token ids; vocab_size is then the model's.
 
     Text: the vocabulary holds every character of the file's values, numbers as they are written, without prompt_id, and an
-    end token. Token ids: it goes up to the largest id of prompts, of lists named `answer` and of end_token; --vocab-size
-    may be larger.
+    end token. Token ids: it goes up to the largest id of prompts and of lists named `answer`, and no token ends a
+    response; --vocab-size may be larger.
     """
     records = list(_read_records(Path(path), takes_messages=tokenizer is not None))
     prompts = [record["prompt"] for _, record in records]
@@ -207,15 +187,11 @@ def read_prompt_file(
         tokenizer.check_model(vocab_size)
         end_tokens = tokenizer.end_tokens
     elif isinstance(prompts[0], str):
-        if end_token is not None:
-            raise ConfigError(f"--end-token {end_token}: text prompts have an end token of their own; drop the flag")
         vocabulary = CharacterVocabulary.of_texts(text for _, record in records for text in _texts(record))
         vocab_size, end_tokens = vocabulary.end_token + 1, (vocabulary.end_token,)
     else:
         answers = [answer for _, record in records if _is_token_list(answer := record.get("answer"))]
-        largest = max(token for tokens in prompts + answers for token in tokens)
-        vocab_size = 1 + (largest if end_token is None else max(largest, end_token))
-        end_tokens = () if end_token is None else (end_token,)
+        vocab_size, end_tokens = 1 + max(token for tokens in prompts + answers for token in tokens), ()
     return PromptFileTask(
         prompts=tuple(
             Prompt(
