@@ -31,8 +31,8 @@ from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyG
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
 from megatron_rl.testing.model_shapes import parameter_kind
 from megatron_rl.testing.ranks import RankPool
-from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_log_probs, ragged_samples
-from megatron_rl.testing.selftest_terms import AGGREGATIONS
+from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_logits, ragged_samples
+from megatron_rl.testing.selftest import AGGREGATIONS
 
 pytestmark = pytest.mark.megatron
 
@@ -88,7 +88,7 @@ def truth_on_rank(rank: int, model: TinyGPT, pairs: tuple[tuple[str, str], ...])
 def routes_of_reference(tiny: TinyGPT, samples: list[StepSample]) -> Routes:
     model = double_model(tiny, samples)
     with RouteLog([model]) as log, torch.no_grad():
-        model_log_probs(model, samples, tiny)
+        model_logits(model, samples, tiny)
     return {
         (layer, sample, position): tuple(row.nonzero().flatten().tolist())
         for layer, maps in log.by_layer.items()
