@@ -31,7 +31,7 @@ pytestmark = pytest.mark.megatron
 CHARACTERS = "0123456789+=?abc "
 VOCABULARY = 24  # more columns than tokens, as most models have
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-SMALL = "--num-rollouts 2 --prompts-per-rollout 2 --samples-per-prompt 4 --max-new-tokens 4 --no-plot --no-tensorboard --lr 1e-2"
+SMALL = "--num-rollouts 2 --prompts-per-rollout 2 --samples-per-prompt 4 --max-new-tokens 4 --no-tensorboard --lr 1e-2"
 
 
 def reward_of_digits(prompt, response, record):
@@ -95,7 +95,7 @@ def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(ch
         folder = tmp_path / name
         arguments = (
             f"--hf-checkpoint {checkpoint} --prompts {file} --reward test_train_hf.reward_of_digits {SMALL} {layout} "
-            f"--output-dir {folder / 'run'} --save-hf {folder / 'hf'} --eval-prompts {held_out} --eval-interval 1"
+            f"--output-dir {folder / 'run'} --save-hf {folder / 'hf'} --eval-prompts {held_out} --save-interval 1"
         )
         command = Command(arguments, folder, num_ranks)
         assert command.wait() == [0] * num_ranks, command.output()

@@ -83,7 +83,6 @@ class TrainerSettings:
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
     router_replay: str = RouterReplay.NONE
-    check_router_replay: bool = False
 
 
 class PolicyTrainer:
@@ -219,8 +218,8 @@ class PolicyTrainer:
         for the check of routes.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError for an unmasked token that is not finite, and with check_router_replay where a router did not use
-        the replayed routes, before the optimiser changes a weight.
+        policy/*. Raises DataError for an unmasked token that is not finite, and where a router did not use the replayed routes,
+        before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -255,7 +254,7 @@ class PolicyTrainer:
                 micro_batch_size=batches[0].tokens.shape[0],
                 forward_only=False,
             )
-        if self.settings.check_router_replay and context.replays_routes:
+        if context.replays_routes:
             on_all_ranks(checker.raise_first)
         reports = self._forward_step.take_reports()
         check_finite(reports)
@@ -312,8 +311,11 @@ class PolicyTrainer:
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
         description = {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
-        numbers = {"--num-experts": self.settings.experts.get("num_moe_experts"), "--mtp-num-layers": self.settings.mtp_num_layers}
-        return description | {name: number or 0 for name, number in numbers.items()}
+        description["--num-experts"] = self._model_config.num_moe_experts or 0
+        description["--mtp-num-layers"] = self.settings.mtp_num_layers or 0
+        # Megatron has one more optimiser where experts are spread over ranks, and saves it apart.
+        description["--expert-model-parallel-size"] = self._model_config.expert_model_parallel_size
+        return description
 
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
