@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from dense_results import DenseResult, dense_step
 from generated_steps import (
     CASES,
     CORRECTIONS,
@@ -51,7 +52,6 @@ from megatron_rl.registries.corrections import correction_names
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing import oracle
-from megatron_rl.testing.oracle import DenseResult, dense_step
 
 REGISTERED = [
     *(("LOSSES", name) for name in policy_loss_names()),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ BOUND = 20.0  # log-ratios are bounded to +- this before exp
 TINY_REST = 1e-8  # DPPO: 1 - p is at least this
 SAME_POLICY = 1e-5  # TOPR: a ratio above 1 by less is rounding
 # Corrections that the field uses with one value: Yao et al. (tis), Ring-1T (icepop). Elsewhere both bounds are given.
-USUAL_BOUNDS = {("tis", "token"): (0.0, 2.0), ("icepop", "token"): (0.5, 5.0)}
+USUAL_BOUNDS: dict[tuple[Any, str], tuple[float, float]] = {("tis", "token"): (0.0, 2.0), ("icepop", "token"): (0.5, 5.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +40,30 @@ class DenseSample:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSettings:
-    loss: str
+    """A function in place of a name is a user's own, of the form of the table's rows."""
+
+    loss: str | Callable[[Tokens], Result]
     low: float = math.nan  # the clip, as distances from 1
     high: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
-    aggregation: str = "sample_mean"
+    ratio_unit: str = "sample"  # what has one ratio, where a sample has: "rollout", or "turn", a run of unmasked tokens
+    aggregation: str | Callable[[Counts], float] = "sample_mean"
     divisor: float = 1.0
-    correction: str = "none"
+    correction: str | Correction = "none"
     level: str = "token"
     bounds: tuple[float | None, float | None] = (None, None)
     sequence_delta: float | None = None
     is_dropped: bool = False  # rejected tokens are not counted
-    kl_estimator: str = "k3"
+    selection: str | Selection = "none"
+    selection_share: float = 0.0
+    selection_bounds: tuple[float, float] = (-math.inf, math.inf)  # of the score
+    selection_penalty: float = 1.0  # of the selected tokens' distance from the old policy, where the selection has one
+    kl_estimator: str | Estimator = "k3"
     kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     entropy_score: str = "full"  # likewise of the entropy
+    entropy_tokens: str = "all"  # or those that are "trained", where a selection leaves some out
     temperature: float = 1.0
 
 
@@ -216,101 +226,118 @@ LOSSES: dict[str, Callable[[Tokens], Result]] = {
 OF_THE_SAMPLER = {"dppo_tv", "dppo_kl"}
 # These have one ratio a sample.
 ONE_RATIO_A_SAMPLE = {"gspo", "vespo"}
-# The weight of a token by R, P, T of the step, m of its sample, Mj and kj of its rollout, M of its prompt, L the divisor.
-AGGREGATIONS: dict[str, Callable[..., float]] = {
-    "sample_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / (R * Mj),
-    "prompt_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / (P * M),
-    "token_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / T,
-    "constant": lambda R, P, T, m, Mj, kj, M, L: 1 / (L * R),
-    "row_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / (R * kj * m),
+
+
+class Counts(NamedTuple):
+    N: int  # samples of the step
+    R: int  # its rollouts
+    P: int  # its prompts
+    T: int  # its tokens
+    m: int  # tokens of the sample
+    Mj: int  # of its rollout
+    M: int  # of its prompt
+    kj: int  # samples of its rollout that have a token
+    L: float  # the divisor
+
+
+# The weight of a token.
+AGGREGATIONS: dict[str, Callable[[Counts], float]] = {
+    "sample_mean": lambda n: 1 / (n.R * n.Mj),
+    "prompt_mean": lambda n: 1 / (n.P * n.M),
+    "token_mean": lambda n: 1 / n.T,
+    "constant": lambda n: 1 / (n.L * n.R),
+    "row_mean": lambda n: 1 / (n.R * n.kj * n.m),
 }
-# The factor by w, the ratio of old to sampler, and its bounds.
-CORRECTIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
-    "none": lambda w, low, high: torch.ones_like(w),
-    "tis": lambda w, low, high: w.clamp(low, high),
-    "icepop": lambda w, low, high: w * ((w >= low) & (w <= high)),
-    "mask": lambda w, low, high: ((w >= low) & (w <= high)).double(),
-    "seq_mask_tis": lambda w, low, high: ((w >= low) & (w <= high)).double(),
+# The factor by w, the ratio of old to sampler that is compared, the token's own, and the bounds.
+Correction = Callable[[Tensor, Tensor, float, float], Tensor]
+CORRECTIONS: dict[str, Correction] = {
+    "none": lambda w, own, low, high: torch.ones_like(w),
+    "tis": lambda w, own, low, high: w.clamp(low, high),
+    "icepop": lambda w, own, low, high: w * ((w >= low) & (w <= high)),
+    "mask": lambda w, own, low, high: ((w >= low) & (w <= high)).double(),
+    "seq_mask_tis": lambda w, own, low, high: own * ((w >= low) & (w <= high)),
 }
-# Where a token has its own w as a further factor.
-TIMES_OWN_RATIO = {"seq_mask_tis"}
 # log w of a token, of the [m] log-ratios of its sample.
 LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
     "token": lambda logs: logs,
     "sequence_mean": lambda logs: (logs.sum() / len(logs)).expand(len(logs)),
     "sequence_sum": lambda logs: logs.sum().expand(len(logs)),
 }
-# (value, what is differentiated in its place) by d = log pi - log ref, bounded d, and the ratio rho. Schulman, 2020; unbiased:
-# DeepSeek-V3.2, arXiv:2512.02556, equation 7.
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Result]] = {
-    "k1": lambda d, bounded, rho: (d, d),
-    "k2": lambda d, bounded, rho: (d**2 / 2, d**2 / 2),
-    "k3": lambda d, bounded, rho: ((-bounded).exp() + bounded - 1, (-bounded).exp() + bounded - 1),
-    "k3+": lambda d, bounded, rho: ((-bounded).exp() + bounded - 1, d**2 / 2),
-    "unbiased": lambda d, bounded, rho: (rho * ((-bounded).exp() + bounded - 1), rho * ((-bounded).exp() + bounded - 1)),
+
+
+def k3(difference: Tensor) -> Tensor:
+    """Schulman, 2020."""
+    bounded = difference.clamp(-BOUND, BOUND)
+    return (-bounded).exp() + bounded - 1
+
+
+def unbiased(new: Tensor, ref: Tensor, log_ratio: Tensor) -> Result:
+    """DeepSeek-V3.2, arXiv:2512.02556, equation 7. Beyond the bound there is no gradient."""
+    value = bounded_exp(log_ratio) * k3(new - ref)
+    return value, torch.where((log_ratio.abs() <= BOUND) & ((new - ref).abs() <= BOUND), value, 0.0)
+
+
+# (value, what is differentiated in its place) by the log-probabilities of policy and reference, and the policy's log-ratio.
+Estimator = Callable[[Tensor, Tensor, Tensor], Result]
+ESTIMATORS: dict[str, Estimator] = {
+    "k1": lambda new, ref, log_ratio: (new - ref, new - ref),
+    "k2": lambda new, ref, log_ratio: ((new - ref) ** 2 / 2, (new - ref) ** 2 / 2),
+    "k3": lambda new, ref, log_ratio: (k3(new - ref), k3(new - ref)),
+    "k3+": lambda new, ref, log_ratio: (k3(new - ref), (new - ref) ** 2 / 2),
+    "unbiased": unbiased,
 }
 
 
-def formula(table: dict, name: str, of_what: str):
+class Selection(NamedTuple):
+    """score: of the step's tokens, by log-probability, entropy and advantage. taken: "largest", "smallest" or "random"."""
+
+    score: Callable[[Tensor, Tensor, Tensor], Tensor]
+    taken: str
+    effect: str
+
+
+def covariance(log_probs: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
+    """Cui et al., arXiv:2505.22617, equation 9."""
+    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+
+
+# Clip-Cov and KL-Cov: arXiv:2505.22617; top_entropy: arXiv:2506.01939.
+SELECTIONS: dict[str, Selection] = {
+    "none": Selection(covariance, "largest", "nothing"),
+    "top_entropy": Selection(lambda log_probs, entropy, advantages: entropy, "largest", "trained_alone"),
+    "clip_cov": Selection(covariance, "random", "left_out"),
+    "kl_cov": Selection(covariance, "largest", "penalized"),
+}
+
+
+def drawn(*parts: int) -> int:
+    """A number that looks random, of 32 bits. splitmix64: Steele, Lea, Flood, OOPSLA 2014."""
+    state, bits = 0, (1 << 64) - 1
+    for part in parts:
+        state = (state + 0x9E3779B97F4A7C15 & bits) ^ part
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & bits
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & bits
+        state ^= state >> 31
+    return state & 0xFFFFFFFF
+
+
+def formula(table: dict[str, Any], name: Any, of_what: str) -> Any:
+    """A user's own function is its formula."""
+    if not isinstance(name, str):
+        return name
     if name not in table:
         raise KeyError(f"{of_what} {name!r} has no formula: add it to the oracle, megatron_rl/testing/oracle.py")
     return table[name]
 
 
 @dataclass(frozen=True)
-class DenseResult:
-    loss: float
-    gradient: Tensor  # [all tokens, V]
-    policy_loss: float
-    kl_loss: float
-    entropy: float
-    metrics: dict[str, float]
-    log_probs: Tensor  # [all tokens], 0 where masked
-    num_counted: int  # the tokens that the aggregation counts
-    num_unmasked: int
+class Scores:
+    """What the policy says of the unmasked tokens of a step, in their order, [T] each, with graph."""
 
-
-def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
-    """logits: [all tokens of all samples, V], in order."""
-    leaf = logits.double().detach().requires_grad_()
-    log_softmax = torch.log_softmax(leaf / settings.temperature, -1)
-    starts = [0]
-    for sample in samples:
-        starts.append(starts[-1] + len(sample.labels))
-    parts = [SampleTerms(s, log_softmax[a:b], settings) for s, a, b in zip(samples, starts[:-1], starts[1:], strict=True)]
-    counts = [int(part.is_kept().sum()) if settings.is_dropped else len(part.live) for part in parts]  # of the policy term
-    names = [sample.rollout_id or f"sample {place}" for place, sample in enumerate(samples)]
-    of_prompts: dict[str, int] = {}
-    for sample, count in zip(samples, counts, strict=True):
-        of_prompts[sample.prompt] = of_prompts.get(sample.prompt, 0) + count
-    of_rollouts = {name: [count for other, count in zip(names, counts, strict=True) if other == name] for name in names}
-    live_of = {name: sum(len(part.live) for other, part in zip(names, parts, strict=True) if other == name) for name in names}
-    weigh = formula(AGGREGATIONS, settings.aggregation, "loss aggregation")
-    policy = kl = entropy = leaf.sum() * 0.0
-    for part, m, name in zip(parts, counts, names, strict=True):
-        if m > 0:
-            of_step = {"R": len(of_rollouts), "P": len(of_prompts), "T": sum(counts), "M": of_prompts[part.sample.prompt]}
-            of_step |= {"Mj": sum(of_rollouts[name]), "kj": sum(count > 0 for count in of_rollouts[name])}
-            weight = weigh(**of_step, m=m, L=settings.divisor)
-            policy = policy + weight * (part.importance * part.factors * part.values).sum()
-        if part.live:
-            weight = 1 / (len(of_rollouts) * live_of[name])
-            kl, entropy = kl + weight * part.kl.sum(), entropy + weight * part.entropy.sum()
-    loss = policy + settings.kl_coefficient * kl - settings.entropy_coefficient * entropy
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    log_probs = torch.cat([torch.zeros(0, dtype=torch.float64), *(part.all_log_probs() for part in parts)])
-    metrics = dense_metrics([part for part in parts if part.live], len(samples), settings)
-    return DenseResult(
-        loss=float(loss.detach()),
-        gradient=gradient,
-        policy_loss=float(policy.detach()),
-        kl_loss=float(kl.detach()),
-        entropy=float(entropy.detach()),
-        metrics=metrics,
-        log_probs=log_probs,
-        num_counted=sum(counts),
-        num_unmasked=sum(len(part.live) for part in parts),
-    )
+    log_probs: Tensor  # over the ids that the sampler drew from
+    entropy: Tensor
+    compared: Tensor  # the log-probabilities that the KL term compares with ref
+    kept_mass: Tensor | None = None  # the probability of the ids that the sampler drew from
 
 
 def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
@@ -318,135 +345,146 @@ def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], a
     return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
 
 
-class SampleTerms:
-    """What one sample gives to each term, on its unmasked tokens [m]."""
+def scores_of(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> Scores:
+    """logits: [all tokens of all samples, V], in order."""
+    live = torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)
+    tokens = [(sample, t) for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
+    rows = torch.log_softmax(logits.double() / settings.temperature, -1)[live.to(logits.device)]
+    labels = torch.tensor([sample.labels[t] for sample, t in tokens], dtype=torch.int64, device=rows.device)
+    full = new = (torch.nn.functional.one_hot(labels, rows.shape[1]) * rows).sum(-1)
+    entropy, mass = -(rows.exp() * rows).sum(-1), None
+    if tokens and any(sample.kept is not None for sample in samples):
+        kept = [sample.kept[t] if sample.kept is not None else [*range(rows.shape[1])] for sample, t in tokens]
+        new = torch.stack([over_kept(row, ids, int(label)) for row, ids, label in zip(rows, kept, labels, strict=True)])
+        mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
+        if settings.entropy_score == "support":
+            of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
+            entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
+    return Scores(new, entropy, full if settings.kl_score == "full" else new, mass)
 
-    def __init__(self, sample: DenseSample, log_softmax: Tensor, settings: DenseSettings):
-        self.sample, self.settings = sample, settings
-        self.live = [t for t, is_live in enumerate(sample.mask) if is_live]
 
-        def of(values: Sequence[float]) -> Tensor:
-            return torch.tensor([values[t] for t in self.live], dtype=torch.float64)
+def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], settings: DenseSettings) -> list[float]:
+    """The weight of a token of each sample, whose counts these are."""
+    rollouts = [sample.rollout_id or f"sample {place}" for place, sample in enumerate(samples)]
+    weigh, weights = formula(AGGREGATIONS, settings.aggregation, "loss aggregation"), []
+    for sample, rollout, count in zip(samples, rollouts, counts, strict=True):
+        siblings = [other for name, other in zip(rollouts, counts, strict=True) if name == rollout]
+        of_prompt = [other for one, other in zip(samples, counts, strict=True) if one.prompt == sample.prompt]
+        numbers = Counts(
+            N=len(samples),
+            R=len({*rollouts}),
+            P=len({one.prompt for one in samples}),
+            T=sum(counts),
+            m=count,
+            Mj=sum(siblings),
+            M=sum(of_prompt),
+            kj=sum(other > 0 for other in siblings),
+            L=settings.divisor,
+        )
+        weights.append(float(weigh(numbers)) if count else 0.0)
+    return weights
 
-        rows = log_softmax[self.live]
-        one_hot = torch.nn.functional.one_hot(torch.tensor([sample.labels[t] for t in self.live], dtype=torch.int64), rows.shape[1])
-        self.new = full = (one_hot * rows).sum(-1)
-        if sample.kept is not None and self.live:
-            kept = [(row, sample.kept[t], sample.labels[t]) for row, t in zip(rows, self.live, strict=True)]
-            self.new = torch.stack([over_kept(*of_token) for of_token in kept])
-            self.num_kept = torch.tensor([len(ids) for _, ids, _ in kept])
-            self.mass = torch.stack([row[ids].exp().sum() for row, ids, _ in kept]).detach()
-        self.entropy = -(rows.exp() * rows).sum(-1)
-        if settings.entropy_score == "support" and sample.kept is not None and self.live:
-            of_kept = [row[ids].log_softmax(0) for row, ids, _ in kept]
-            self.entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
-        self.rollout, self.importance, self.advantages = of(sample.rollout), of(sample.importance), of(sample.advantages)
-        self.old = self.new.detach() if sample.old is None else of(sample.old)
+
+def units_of(samples: Sequence[DenseSample], ratio_unit: str) -> list[list[int]]:
+    """The tokens of each ratio, as numbers in the order of all unmasked tokens."""
+    units: dict[object, list[int]] = {}
+    number = 0
+    for place, sample in enumerate(samples):
+        rollout = sample.rollout_id if ratio_unit == "rollout" and sample.rollout_id is not None else place
+        for t, is_live in enumerate(sample.mask):
+            if is_live:
+                turn = sum(sample.mask[k] and not sample.mask[k - 1] for k in range(1, t + 1)) if ratio_unit == "turn" else 0
+                units.setdefault((rollout, turn), []).append(number)
+                number += 1
+    return [*units.values()]
+
+
+class StepTerms:
+    """What the tokens of a step give to each term, [T] each: its unmasked tokens, in their order."""
+
+    def __init__(self, samples: Sequence[DenseSample], scores: Scores, settings: DenseSettings):
+        self.samples, self.settings, self.scores, self.new = samples, settings, scores, scores.log_probs
+        self.owners = [i for i, sample in enumerate(samples) for is_live in sample.mask if is_live]
+        self.places = [t for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
+        self.of_samples = [[token for token, owner in enumerate(self.owners) if owner == i] for i in range(len(samples))]
+        self.units = units_of(samples, settings.ratio_unit)
+        self.order = torch.argsort(torch.tensor([token for unit in self.units for token in unit], dtype=torch.int64))
+        self.rollout, self.importance, self.advantages = self.given("rollout"), self.given("importance"), self.given("advantages")
+        is_on_policy = torch.tensor([samples[i].old is None for i in self.owners], dtype=torch.bool, device=self.new.device)
+        self.old = torch.where(is_on_policy, self.new.detach(), self.given("old"))
         self.anchor = self.rollout if settings.loss in OF_THE_SAMPLER else self.old
         self.log_ratio = self.new - self.anchor
-        tokens = Tokens(self.log_ratio, self.new, self.advantages, self.entropy.detach(), settings)
-        self.values, self.is_clipped = self.new, torch.zeros(0, dtype=torch.bool)
-        if self.live:
-            self.values, self.is_clipped = formula(LOSSES, settings.loss, "policy loss")(tokens)
-        self.factors, self.ratios, self.is_off_policy = self.corrected()
-        d = (full if settings.kl_score == "full" else self.new) - of(sample.ref)
-        estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
-        value, trained = estimate(d, d.clamp(-BOUND, BOUND), bounded_exp(self.log_ratio))
-        if settings.kl_estimator == "unbiased":  # beyond the bound there is no gradient
-            is_inside = (self.log_ratio.abs() <= BOUND) & (d.abs() <= BOUND)
-            trained = torch.where(is_inside, trained, 0.0)
-        self.kl = value.detach() + trained - trained.detach()
+        loss = formula(LOSSES, settings.loss, "policy loss")
+        found = [
+            loss(Tokens(self.log_ratio[unit], self.new[unit], self.advantages[unit], scores.entropy[unit].detach(), settings))
+            for unit in self.units
+        ]
+        self.values = self.in_order([value for value, _ in found])
+        self.is_clipped = self.in_order([is_clipped for _, is_clipped in found]).bool()
+        self.correct()
+        self.select()
+        is_counted = self.is_kept() if settings.is_dropped else torch.ones_like(self.factors)
+        self.counts = [int(sum(is_counted[token] for token in tokens)) for tokens in self.of_samples]
+        self.add_up()
 
-    def corrected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The factor, w, and whether the token is dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
+    def given(self, name: str) -> Tensor:
+        """0 where a sample has none of it."""
+        vectors = [getattr(sample, name) for sample in self.samples]
+        values = [vectors[i][t] if vectors[i] is not None else 0.0 for i, t in zip(self.owners, self.places, strict=True)]
+        return torch.tensor(values, dtype=torch.float64, device=self.new.device)
+
+    def in_order(self, of_units: Sequence[Tensor]) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.new.device), *of_units])[self.order]
+
+    def correct(self) -> None:
+        """The factors, w, and which tokens are dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
         settings, logs = self.settings, (self.old - self.rollout).detach()
-        if settings.correction == "none" or not self.live:
-            ratios = torch.ones_like(logs)
-        else:
-            ratios = bounded_exp(formula(LEVELS, settings.level, "correction level")(logs))
-        factors = formula(CORRECTIONS, settings.correction, "importance correction")(ratios, *self.bounds())
-        if settings.correction in TIMES_OWN_RATIO:
-            factors = factors * bounded_exp(logs)
-        is_off_policy = torch.zeros(len(self.live), dtype=torch.bool)
-        if settings.sequence_delta is not None and self.live:
-            divergence = float((self.rollout - self.new.detach()).sum()) / len(self.live)
-            is_off_policy = (self.advantages < 0) & (divergence > settings.sequence_delta)
-        return torch.where(is_off_policy, 0.0, factors), ratios, is_off_policy
+        level = LEVELS["token"] if settings.correction == "none" else formula(LEVELS, settings.level, "correction level")
+        self.ratios = bounded_exp(self.in_order([level(logs[unit]) for unit in self.units]))
+        if settings.correction == "none":
+            self.ratios = torch.ones_like(logs)
+        usual = USUAL_BOUNDS.get((settings.correction, settings.level), (0.0, math.inf))
+        self.bounds = [of_paper if given is None else given for given, of_paper in zip(settings.bounds, usual, strict=True)]
+        correction = formula(CORRECTIONS, settings.correction, "importance correction")
+        self.factors = correction(self.ratios, bounded_exp(logs), *self.bounds)
+        divergences = [(self.rollout - self.new.detach())[unit].mean().expand(len(unit)) for unit in self.units]
+        delta = math.inf if settings.sequence_delta is None else settings.sequence_delta
+        self.is_off_policy = (self.advantages < 0) & (self.in_order(divergences) > delta)
+        self.factors = torch.where(self.is_off_policy, 0.0, self.factors)
 
-    def bounds(self) -> tuple[float, float]:
-        usual = USUAL_BOUNDS.get((self.settings.correction, self.settings.level), (0.0, math.inf))
-        given = zip(self.settings.bounds, usual, strict=True)
-        low, high = (of_paper if bound is None else bound for bound, of_paper in given)
-        return low, high
+    def select(self) -> None:
+        """A sort of the whole step. The share counts as it is written; of a step with tokens at least one is selected."""
+        selection, (low, high) = formula(SELECTIONS, self.settings.selection, "token selection"), self.settings.selection_bounds
+        number = math.floor(Fraction(repr(self.settings.selection_share)) * len(self.owners))
+        number = max(number, 1) if self.settings.selection_share else number
+        score = selection.score(self.new.detach(), self.scores.entropy.detach(), self.advantages).tolist()
+        keys = {
+            "largest": [-one for one in score],
+            "smallest": score,
+            "random": [drawn(0, i, t) for i, t in zip(self.owners, self.places, strict=True)],
+        }[selection.taken]
+        ranked = sorted((key, token) for token, (key, one) in enumerate(zip(keys, score, strict=True)) if low <= one <= high)
+        selected = torch.zeros_like(self.factors)
+        selected[[token for _, token in ranked[:number]]] = 1.0
+        self.trained = {"trained_alone": selected, "left_out": 1 - selected}.get(selection.effect, torch.ones_like(selected))
+        self.factors = self.factors * self.trained
+        if selection.effect == "penalized":  # k3 from the policy to the old one, whose ratio is the other way round
+            self.values = self.values + self.settings.selection_penalty * selected * k3(-self.log_ratio)
+
+    def add_up(self) -> None:
+        settings, live = self.settings, [len(tokens) for tokens in self.of_samples]
+        of_policy = token_weights(self.samples, self.counts, settings)
+        of_others = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
+        weights, others = (torch.tensor([of[i] for i in self.owners]).to(self.factors) for of in (of_policy, of_others))
+        estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
+        value, trained = estimate(self.scores.compared, self.given("ref"), self.log_ratio)
+        self.policy = (weights * self.importance * self.factors * self.values).sum()
+        self.kl = (others * (value.detach() + trained - trained.detach())).sum()
+        is_bonus = self.trained if settings.entropy_tokens == "trained" else torch.ones_like(self.trained)
+        self.entropy = (others * is_bonus * self.scores.entropy).sum()
+
+    def loss(self) -> Tensor:
+        return self.policy + self.settings.kl_coefficient * self.kl - self.settings.entropy_coefficient * self.entropy
 
     def is_kept(self) -> Tensor:
         return self.factors != 0
-
-    def all_log_probs(self) -> Tensor:
-        found = torch.zeros(len(self.sample.mask), dtype=torch.float64)
-        found[self.live] = self.new.detach()
-        return found
-
-
-def dense_metrics(parts: Sequence[SampleTerms], num_documents: int, settings: DenseSettings) -> dict[str, float]:
-    """Means over samples of means over tokens, sums and extremes over tokens; {} for a step without a token."""
-    if not parts:
-        return {}
-
-    def means(values: Callable[[SampleTerms], Tensor]) -> float:
-        return sum(float(values(part).double().mean()) for part in parts) / len(parts)
-
-    def tokens(values: Callable[[SampleTerms], Tensor]) -> Tensor:
-        return torch.cat([values(part).double().detach() for part in parts])
-
-    def ratio(part: SampleTerms) -> Tensor:
-        of_tokens = part.log_ratio.detach()
-        is_shared = settings.loss in ONE_RATIO_A_SAMPLE
-        return bounded_exp((of_tokens.sum() / len(of_tokens)).expand(len(of_tokens)) if is_shared else of_tokens)
-
-    def sample_size(values: Tensor) -> float:
-        return float(values.sum() ** 2 / (values**2).sum() / len(values)) if values.any() else 0.0
-
-    def k3(part: SampleTerms) -> Tensor:
-        x = part.log_ratio.detach().clamp(-BOUND, BOUND)
-        return x.exp() - x - 1
-
-    seen = torch.cat([ratio(part)[:1] if settings.loss in ONE_RATIO_A_SAMPLE else ratio(part) for part in parts])
-    advantages = tokens(lambda part: part.advantages)
-    found = {
-        "num_documents": num_documents,
-        "num_tokens": sum(len(part.live) for part in parts),
-        "old_logprobs": means(lambda part: part.anchor),
-        "new_logprobs": means(lambda part: part.new.detach()),
-        "ratio_new_old": means(ratio),
-        "ratio_new_old_sum": float(seen.sum()),
-        "ratio_new_old_squared_sum": float((seen**2).sum()),
-        "effective_sample_size": sample_size(seen),
-        "kl_new_old": means(k3),
-        "clipped_ratio_fraction": means(lambda part: part.is_clipped),
-        "clipped_low": means(lambda part: part.is_clipped & (part.advantages < 0)),
-        "clipped_high": means(lambda part: part.is_clipped & (part.advantages > 0)),
-        "advantage": means(lambda part: part.advantages),
-        "max_advantage": float(advantages.max()),
-        "min_advantage": float(advantages.min()),
-        "entropy": means(lambda part: part.entropy.detach()),
-    }
-    if any(part.sample.kept is not None for part in parts):
-        found |= {"kept_ids": means(lambda part: part.num_kept), "outside_support": 0, "kept_mass": means(lambda part: part.mass)}
-    if settings.correction == "none" and settings.sequence_delta is None:
-        return found
-    is_kept = tokens(SampleTerms.is_kept)
-    for sign, is_of_sign in {"positive": advantages > 0, "negative": advantages < 0}.items():
-        if is_of_sign.any():
-            found[f"correction_kept_{sign}"] = float(is_kept[is_of_sign].mean())
-    return found | {
-        "correction_kept_tokens": float(is_kept.mean()),
-        "correction_kept_samples": means(SampleTerms.is_kept),
-        "correction_off_policy": means(lambda part: part.is_off_policy),
-        "correction_weight": means(lambda part: part.factors),
-        "correction_at_low": float(tokens(lambda part: part.ratios < part.bounds()[0]).mean()),
-        "correction_at_high": float(tokens(lambda part: part.ratios > part.bounds()[1]).mean()),
-        "correction_largest_weight": float(tokens(lambda part: part.factors).max()),
-        "correction_largest_ratio": float(tokens(lambda part: part.ratios).max()),
-        "correction_effective_sample_size": sample_size(tokens(lambda part: part.factors)),
-    }
