@@ -112,7 +112,7 @@ def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its
 
 def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
     """`+12345=ab`, and the end token is id 9. A response shows tokens beyond it, which a larger --vocab-size allows."""
-    task = user_task(tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hints": [{"x": "ba"}]})
+    task = user_task(tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hint": "ba", "x": ["q"]})
     assert task.vocabulary.characters == "+12345=ab"
     assert (task.vocab_size, task.end_tokens, task.max_prompt_tokens, task.max_new_tokens) == (10, (9,), 4, 16)
     prompt = next(p for p in (task.make_prompt(index, 0) for index in range(2)) if p.prompt_id == "Q#0")
@@ -159,18 +159,19 @@ MALFORMED = [
     pytest.param(b'{"prompt": "a"', ", line 1: not JSON", id="not JSON"),
     pytest.param(b'{"prompt": "a"}\n\n[1]', ", line 3: prompt: missing", id="not an object, blank line counted"),
     pytest.param(b'{"text": "a"}', ", line 1: prompt: missing", id="no prompt"),
-    pytest.param(b'{"prompt": ""}', ", line 1: prompt: '' must be text or a list", id="empty prompt"),
-    pytest.param(b'{"prompt": [1, -2]}', r", line 1: prompt: \[1, -2\] must be", id="negative token"),
+    pytest.param(b'{"prompt": ""}', ", line 1: prompt: '' has no token", id="empty prompt"),
+    pytest.param(b'{"prompt": [1, -2]}', r", line 1: prompt: \[1, -2\] must be text, or a list", id="negative token"),
     pytest.param(b'{"prompt": [true]}', r", line 1: prompt: \[True\] must be", id="bool as token"),
     pytest.param(b'{"prompt": 3}', ", line 1: prompt: 3 must be", id="number as prompt"),
-    pytest.param(b'{"prompt": "a"}\n{"prompt": [1]}', ", line 2: prompt: text and token ids", id="both kinds"),
+    pytest.param(b'{"prompt": "a"}\n{"prompt": [1]}', ", line 2: prompt: .1. must be text, .* as the first", id="both kinds"),
     pytest.param(b'{"prompt": "a", "prompt_id": [1]}', ", line 1: prompt_id: ", id="list as id"),
-    (b'{"prompt": "a", "prompt_id": 1}\n{"prompt": "b", "prompt_id": "1"}', ", line 2: prompt_id: '1' is taken by line 1"),
+    (
+        b'{"prompt": "a", "prompt_id": 1}\n{"prompt": "b", "prompt_id": "1"}',
+        ", line 2: prompt_id: '1' .* that no other line has",
+    ),
     pytest.param(b"", ": the file holds no prompt", id="empty file"),
-    pytest.param('{"prompt": "ab"}'.encode("utf-16"), ": the file is UTF-16 .*save it as UTF-8", id="UTF-16"),
-    pytest.param(b'\xef\xbb\xbf{"prompt": "ab"}', ": the file is UTF-8 with a mark", id="byte order mark"),
     pytest.param(b'{"prompt": "ab"}\n{"prompt": "\xe9"}', ", line 2: not JSON .*byte 0xe9 in position 12", id="latin-1"),
-    pytest.param(b'{"prompt": [1, 1000000000000]}', ", line 1: prompt: .* integers of 0 to 16777216", id="a token of 1e12"),
+    pytest.param(b'{"prompt": [1, 1000000000000]}', ", line 1: prompt: .* token ids of 0 to 16777216", id="a token of 1e12"),
     pytest.param(b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", ", line 1: .* nested too deeply", id="nested"),
     pytest.param(b'{"prompt": [' + b"1," * 100_000 + b"-1]}", r", line 1: prompt: \[1, 1.{195}\.\.\. must be", id="a long one"),
 ]
@@ -196,11 +197,11 @@ def test_characters_that_end_lines_elsewhere_are_part_of_a_prompt(tmp_path, char
 
 
 NO_NUMBERS = [
-    ("text_reward", r"text_reward returned '0\.5' \(str\) for prompt 'line-1#0', it must return a number"),
-    ("none_reward", r"none_reward returned None \(NoneType\) for prompt 'line-1#0', it must return a number"),
-    ("tensor_of_two_reward", r"returned tensor\(\[1\., 1\.\]\) \(Tensor\) for prompt 'line-1#0', it must return a number"),
-    ("digits_reward", r"returned 1000+\.\.\. \(int\) for prompt 'line-1#0', it must return a number"),
-    ("nan_reward", "nan_reward returned nan for prompt 'line-1#0', it must be finite"),
+    ("text_reward", r"text_reward returned '0\.5' \(str\) for prompt 'line-1#0', it must return a finite number"),
+    ("none_reward", r"none_reward returned None \(NoneType\) for prompt 'line-1#0', it must return a finite number"),
+    ("tensor_of_two_reward", r"returned tensor\(\[1\., 1\.\]\) \(Tensor\) for prompt 'line-1#0', it must return a finite number"),
+    ("digits_reward", r"returned 1000+\.\.\. \(int\) for prompt 'line-1#0', it must return a finite number"),
+    ("nan_reward", r"nan_reward returned nan \(float\) for prompt 'line-1#0', it must return a finite number"),
 ]
 
 

@@ -49,7 +49,6 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
-        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
@@ -104,6 +103,8 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch
     given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)
+    if options.lr_decay_style != "constant":
+        given["lr_decay_iters"] = (options.num_rollouts or 0) * options.steps_per_rollout
     given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
     return TrainerSettings(**given)
 
@@ -141,7 +142,7 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     groups, probe = trainer.groups, trainer.probe
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     if options.num_experts is not None:
-        sizes |= {"EP": options.expert_model_parallel_size, "ETP": options.expert_tensor_parallel_size or groups.tp.size()}
+        sizes["EP"] = options.expert_model_parallel_size
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     kinds = [name for name, is_on in {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}.items() if is_on]
     head = f", {' '.join(kinds)} head" if kinds else ""
@@ -170,7 +171,6 @@ def model_in_words(options: TrainOptions, settings: TrainerSettings) -> str:
     """Its kind, size and type, and the learning rate."""
     kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
     experts = f" with {options.num_experts} experts" if options.num_experts else ""
-    mtp = f", {options.mtp_num_layers} of multi-token prediction" if options.mtp_num_layers else ""
     decay = "" if options.lr_decay_style == "constant" else f", {options.lr_decay_style} to {options.min_lr:g}"
     dtype = "bfloat16" if settings.bf16 else "float32"
-    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}{mtp}, {dtype}, lr {options.lr:g}{decay}"
+    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g}{decay}"
