@@ -62,7 +62,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         run_id = on_first_rank(partial(run_id_of, options))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
-        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
+        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options)
         training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation, run_id=run_id)
         export = None if options.save_hf is None else HFExport(options.save_hf, run_id)
         if options.save_rollouts is not None and start.progress.num_rollouts:  # which it would cut, and go on in
