@@ -59,7 +59,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         run_id = on_first_rank(partial(run_id_of, options))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
-        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
+        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options)
         training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation, run_id=run_id)
         if options.save_rollouts is not None:
             on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts, run_id))
