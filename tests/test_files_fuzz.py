@@ -127,7 +127,7 @@ KINDS: dict[str, tuple[Callable[[], dict[str, tuple[bytes, Change]]], Callable[[
     ),
     "prompts": (
         lambda: {"p.jsonl": (json.dumps(PROMPT).encode() + b"\n", of_json)},
-        lambda: list(_read_records(Path("p.jsonl"), takes_messages=True)),
+        lambda: _read_records("p.jsonl"),
     ),
 }
 

@@ -243,21 +243,21 @@ def test_a_loss_of_experts_beside_a_folder_is_refused_for_its_true_reason(checkp
     """Of a dense folder for that; where the folder was not read, for what is wrong with the launch alone."""
     monkeypatch.chdir(tmp_path)
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=")
-    given = ("--hf-checkpoint", checkpoint, "--moe-z-loss-coeff", 0.1)
+    given = ("--hf-checkpoint", checkpoint, "--moe-aux-loss-coeff", 0.1)
     with pytest.raises(ConfigError) as of_dense:
         options(*given, "--prompts", file, "--reward", "test_train_hf.reward_of_digits")
-    assert "--moe-z-loss-coeff 0.1 has no effect with --hf-checkpoint" in str(of_dense.value)
+    assert "--moe-aux-loss-coeff 0.1 has no effect with --hf-checkpoint" in str(of_dense.value)
     with pytest.raises(ConfigError) as of_another:
         options(*given)
-    assert "needs --prompts FILE" in str(of_another.value) and "moe-z-loss" not in str(of_another.value)
+    assert "needs --prompts FILE" in str(of_another.value) and "moe-aux-loss" not in str(of_another.value)
 
 
 def test_flags_that_the_folder_decides_are_refused(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "sort", "--save-hf", tmp_path)
+        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "tally", "--save-hf", tmp_path)
     text = str(refused.value)
     assert f"--num-layers 3 has no effect with --hf-checkpoint: {checkpoint} decides it; remove the flag" in text
-    assert "--task sort has no effect" in text
+    assert "--task tally has no effect" in text
     assert "needs --prompts FILE with --reward, or --rollouts FILE" in text
     assert "is there already; name a new folder" in text
