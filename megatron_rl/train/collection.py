@@ -252,7 +252,8 @@ def selection_of(trainer: PolicyTrainer, microbatches: Microbatches, *, seed: in
     replays_routes = trainer.settings.router_replay != RouterReplay.NONE
     with_entropy = "entropy" in TokenSelectionSettings.of(trainer.config).declared.needs
     measured = trainer.log_probs(microbatches, with_entropy=with_entropy, replays_routes=replays_routes)
-    samples, rows = ([*itertools.chain.from_iterable(nested)] for nested in (microbatches, measured))
+    samples = [sample for of_microbatch in microbatches for sample in of_microbatch]
+    rows = [row for of_microbatch in measured for row in of_microbatch]
     return select_step_tokens(
         trainer.config,
         samples,
