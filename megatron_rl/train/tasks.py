@@ -57,6 +57,7 @@ class BuiltInTask:
         return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, symbol], record=record)
 
     def shown(self, prompt: Prompt, response: list[int]) -> tuple[list[int], list[int]]:
+        """Both as a person reads them: token ids, because there is no text."""
         return prompt.tokens, response
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
