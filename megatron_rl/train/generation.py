@@ -31,7 +31,7 @@ from megatron_rl.layout.groups import (
 from megatron_rl.layout.noise import INCREMENT, hash_of, logical_shift, scramble, signed
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.responses import LOGITS, forward_only, recording
+from megatron_rl.megatron.responses import forward_only, recording
 from megatron_rl.megatron.routing import RouteRecorder
 from megatron_rl.train.key_value_cache import KeyValueCache, can_cache
 from megatron_rl.train.sampling_filter import KeptTokens, kept_by_top_p
@@ -52,62 +52,12 @@ class SamplingSettings:
     top_p: float = 1.0  # 1: every token is kept
 
 
-def sample_responses(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],  # of this data-parallel rank, one a sample
-    sample_ids: Sequence[int],  # the samples' numbers, for the noise
-    settings: SamplingSettings,
-    noise: Noise,
-    groups: ParallelGroups,
-    *,
-    device: torch.device,
-    head: HeadSettings = LOGITS,
-    recorder: RouteRecorder | None = None,
-    kept: KeptTokens | None = None,
-) -> list[list[int]]:
-    """One response for each prompt, equal on all ranks of the tp, cp and pp groups of a data-parallel rank.
-
-        token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
-
-    With top_p below 1 j is of the kept ids alone, which `kept` gets: the same noise, so that tokens stay where all are kept.
-
-    Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
-    forward, for its tokens.
-    Communication per new token, besides the model's: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
-    of [B]; dp none, so ranks may have different numbers of samples. With top_p below 1 tp has one all-gather of the float32 logits,
-    [B, V_tp], to sort whole rows, cp and pp have [4, B] float64 in the place of [B], and one more of all kept ids; the host waits
-    twice. Where ranks share experts, dp has one all-reduce of a number,
-    and a rank with fewer rows runs forwards whose tokens nobody reads. A recorder's is added once a forward; it gets the routes of
-    each sample, by its place in prompts, from the last forward that the sample was in: the one that sampled its last token.
-    Raises DataError for logits that are not finite.
-    """
-    sampler = _Sampler(model, settings, noise, groups, device, head, recorder, kept)
-    responses: list[list[int]] = [[] for _ in prompts]
-    starts = range(0, len(prompts), settings.rows_per_forward)
-    parts = [range(len(prompts))[start : start + settings.rows_per_forward] for start in starts]
-    forwards = itertools.chain.from_iterable(sampler.run(part, prompts, sample_ids, responses) for part in parts)
-    has_work = next(forwards, False)
-    while _on_expert_ranks(has_work, model, groups):
-        if has_work:
-            has_work = next(forwards, False)
-        else:  # the other ranks wait for this one's part in the exchange of tokens
-            replace(sampler, recorder=None).next_tokens([[0]], [0], None, is_first=True)
-    return responses
-
-
-def _on_expert_ranks(has_work: bool, model: nn.Module, groups: ParallelGroups) -> bool:
-    """Whether any dp rank has work, where they exchange tokens with each other's experts."""
-    if not model_config_of(model).num_moe_experts or resolve_group(None, "ep").size() == 1:
-        return has_work
-    return bool(all_reduce_max(torch.tensor([int(has_work)], device=group_device(groups.dp)), groups.dp))
-
-
 # As KeptTokens.add takes them: ids, sizes, scores, masses.
 _Kept = tuple[Tensor, list[int], list[float], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampler:
+class Sampler:
     model: nn.Module
     settings: SamplingSettings
     noise: Noise
@@ -117,7 +67,47 @@ class _Sampler:
     recorder: RouteRecorder | None
     kept: KeptTokens | None
 
-    def run(
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],  # of this data-parallel rank, one a sample
+        sample_ids: Sequence[int],  # the samples' numbers, for the noise
+    ) -> list[list[int]]:
+        """One response for each prompt, equal on all ranks of the tp, cp and pp groups of a data-parallel rank.
+
+            token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
+
+        With top_p below 1 j is of the kept ids alone, which `kept` gets: the same noise, so that tokens stay where all are kept.
+
+        Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
+        forward, for its tokens.
+        Communication per new token, besides the model's: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
+        of [B]; dp none, so ranks may have different numbers of samples. With top_p below 1 tp has one all-gather of the float32 logits,
+        [B, V_tp], to sort whole rows, cp and pp have [4, B] float64 in the place of [B], and one more of all kept ids; the host waits
+        twice. Where ranks share experts, dp has one all-reduce of a number,
+        and a rank with fewer rows runs forwards whose tokens nobody reads. A recorder's is added once a forward; it gets the routes of
+        each sample, by its place in prompts, from the last forward that the sample was in: the one that sampled its last token.
+        Raises DataError for logits that are not finite.
+        """
+        responses: list[list[int]] = [[] for _ in prompts]
+        starts = range(0, len(prompts), self.settings.rows_per_forward)
+        parts = [range(len(prompts))[start : start + self.settings.rows_per_forward] for start in starts]
+        forwards = itertools.chain.from_iterable(self._run(part, prompts, sample_ids, responses) for part in parts)
+        has_work = next(forwards, False)
+        while self._have_expert_ranks_work(has_work):
+            if has_work:
+                has_work = next(forwards, False)
+            else:  # the other ranks wait for this one's part in the exchange of tokens
+                replace(self, recorder=None)._next_tokens([[0]], [0], None, is_first=True)
+        return responses
+
+    def _have_expert_ranks_work(self, has_work: bool) -> bool:
+        """Whether any dp rank has work, where they exchange tokens with each other's experts; else whether this one has."""
+        if not model_config_of(self.model).num_moe_experts or resolve_group(None, "ep").size() == 1:
+            return has_work
+        dp = self.groups.dp
+        return bool(all_reduce_max(torch.tensor([int(has_work)], device=group_device(dp)), dp))
+
+    def _run(
         self, part: Sequence[int], prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], responses: list[list[int]]
     ) -> Iterator[bool]:
         """Adds to the responses of the rows in `part`. True before each forward."""
@@ -129,7 +119,7 @@ class _Sampler:
                 capacity = max(map(len, sequences.values())) + self.settings.max_new_tokens
                 cache = KeyValueCache(self.model, len(rows), capacity)
             of_rows = [sequences[row] for row in rows], [sample_ids[row] for row in rows]
-            tokens, kept = self.next_tokens(*of_rows, cache, is_first=step == 0)
+            tokens, kept = self._next_tokens(*of_rows, cache, is_first=step == 0)
             if self.kept is not None and kept is not None:
                 self.kept.add(rows, *kept)
             for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
@@ -144,7 +134,7 @@ class _Sampler:
             if cache is not None and not all(is_open):
                 cache.keep_rows(torch.tensor(is_open, device=self.device))
 
-    def next_tokens(
+    def _next_tokens(
         self, sequences: list[list[int]], sample_ids: list[int], cache: KeyValueCache | None, *, is_first: bool
     ) -> tuple[list[int], _Kept | None]:
         """One new token of each row, the same on all ranks of tp, cp and pp."""
@@ -268,9 +258,6 @@ def gumbel_noise(
 
     Communication: none.
     """
-    for name, tensor in (("samples", samples), ("positions", positions), ("columns", columns)):
-        if tensor.dtype != torch.int64 or tensor.dim() != 1:
-            raise TypeError(f"{name} must be one-dimensional int64, got {tuple(tensor.shape)} {tensor.dtype}")
     states = hash_of(seed, rollout, samples, positions)
     hashes = scramble(states[:, None] + (columns + 1)[None, :] * signed(INCREMENT))
     uniform = logical_shift(hashes, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)

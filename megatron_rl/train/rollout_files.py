@@ -191,12 +191,8 @@ def _batch_of(
     for number, sample in enumerate(samples):
         if (first := taken.setdefault(sample.index, number)) != number:
             raise _wrong(f"{place}, sample {number}", "index", f"{sample.index} is taken by sample {first}: each has its own")
-    return RolloutBatch(
-        samples=samples,
-        rollout_index=record["rollout_index"],
-        vocab_size=record.get("vocab_size"),
-        run_id=record.get("run_id"),
-    )
+    of_line: dict[str, Any] = {name: record.get(name) for name in OF_A_LINE}
+    return RolloutBatch(samples=samples, **of_line)
 
 
 def _check_fields(record: dict[str, Any], fields: dict[str, Field], place: str) -> None:

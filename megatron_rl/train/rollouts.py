@@ -147,16 +147,9 @@ class SharedRollout:
         prompt goes on from there, so that no rank is idle in a step of few prompts. The samples of one rollout go together."""
         in_groups = [rollout for group in prompt_groups(batch.samples) for rollout in rollouts_of(group)]
         rank_of = {sample.index: place % dp_size for place, rollout in enumerate(in_groups) for sample in rollout}
+        names = ("prompt_id", "index", "response_length", "reward", "advantage", "rollout_id")
         headers = [
-            SampleHeader(
-                prompt_id=sample.prompt_id,
-                index=sample.index,
-                response_length=sample.response_length,
-                reward=sample.reward,
-                advantage=sample.advantage,
-                dp_rank=rank_of[sample.index],
-                rollout_id=sample.rollout_id,
-            )
+            SampleHeader(dp_rank=rank_of[sample.index], **{name: getattr(sample, name) for name in names})
             for sample in batch.samples
         ]
         own = [sample for sample in batch.samples if rank_of[sample.index] == dp_rank]
