@@ -78,14 +78,13 @@ class Sampler:
 
         With top_p below 1 j is of the kept ids alone, which `kept` gets: the same noise, so that tokens stay where all are kept.
 
-        Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
-        forward, for its tokens.
+        Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a forward.
         Communication per new token, besides the model's: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
-        of [B]; dp none, so ranks may have different numbers of samples. With top_p below 1 tp has one all-gather of the float32 logits,
-        [B, V_tp], to sort whole rows, cp and pp have [4, B] float64 in the place of [B], and one more of all kept ids; the host waits
-        twice. Where ranks share experts, dp has one all-reduce of a number,
-        and a rank with fewer rows runs forwards whose tokens nobody reads. A recorder's is added once a forward; it gets the routes of
-        each sample, by its place in prompts, from the last forward that the sample was in: the one that sampled its last token.
+        of [B]; dp none, so ranks may have different numbers of samples. With top_p below 1 tp gathers float32 logits, [B, V_tp],
+        to sort whole rows, cp and pp have [4, B] in the place of [B], and one more of all kept ids; the host waits twice. Where
+        ranks share experts, dp has one all-reduce of a number, and a rank with fewer rows runs forwards whose tokens nobody reads.
+        A recorder's is added once a forward; it gets the routes of each sample, by its place in prompts, from the last forward that
+        the sample was in: the one that sampled its last token.
         Raises DataError for logits that are not finite.
         """
         responses: list[list[int]] = [[] for _ in prompts]
@@ -185,7 +184,7 @@ class Sampler:
         is_own: Tensor,  # [B] bool, whether this cp rank has the row's last token
     ) -> tuple[Tensor, Tensor | None]:
         """([1, B] float64 the tokens, None); with top_p below 1 ([4, B] token, size, score and mass; [B, V] kept). A token is -1
-        where the logits are not finite; all is 0 in rows of other ranks. Communication: over tp, as sample_responses says."""
+        where the logits are not finite; all is 0 in rows of other ranks. Communication: over tp, as `sample` says."""
         tp, vocabulary = self.groups.tp, self.settings.vocab_size
         columns = torch.arange(rows.shape[1], device=rows.device) + tp.rank() * rows.shape[1]
         scaled = rows / self.settings.temperature
@@ -209,7 +208,7 @@ class Sampler:
         return torch.where(is_own, torch.stack(values), 0.0), kept
 
     def _shared(self, chosen: tuple[Tensor, Tensor | None] | None, count: int) -> tuple[list[int], _Kept | None]:
-        """What each rank hears; None: of a stage without logits. Communication: over cp and pp, as sample_responses says."""
+        """What each rank hears; None: of a stage without logits. Communication: over cp and pp, as `sample` says."""
         cp, pp, is_filtered = self.groups.cp, self.groups.pp, self.settings.top_p < 1.0
         values = torch.zeros(4 if is_filtered else 1, count, dtype=torch.float64, device=self.device)
         values = broadcast_from_last(values if chosen is None else all_reduce_sum(chosen[0], cp).contiguous(), pp)
