@@ -213,15 +213,3 @@ def test_the_kl_term_is_over_the_vocabulary_or_over_the_sets_and_starts_at_0(poo
         assert rows[0]["loss/kl"] == pytest.approx(0.0, abs=1e-8)
         losses[score] = rows[1]["loss/kl"]
     assert min(losses.values()) > 1e-4 and losses["full"] != pytest.approx(losses["support"], rel=1e-2)
-
-
-def learning_run_on_rank(rank, output_dir):
-    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=8, watchdog="raise")
-    options = {"prompts_per_rollout": 16, "num_rollouts": 140, "target_reward": 0.92, "save_interval": 1000, **TOP_P}
-    return run_loop(output_dir, config, options, settings={"hidden_size": 64})[0].progress
-
-
-def test_the_demo_learns_with_top_p(pool, tmp_path):
-    """As without: from below a fifth to above nine tenths in at most 140 rollouts, and the watchdog raises nothing."""
-    [progress] = pool.run(learning_run_on_rank, tmp_path, world_size=1)
-    assert progress.first_reward < 0.25 and progress.last_reward > 0.9 and progress.num_steps > 40

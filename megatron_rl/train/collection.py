@@ -25,15 +25,7 @@ from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.rollouts import (
-    Microbatches,
-    Prompt,
-    RolloutBatch,
-    Sample,
-    SampleHeader,
-    SharedRollout,
-    group_advantages,
-)
+from megatron_rl.train.rollouts import Microbatches, Prompt, RolloutBatch, Sample, SampleHeader, SharedRollout, group_advantages
 from megatron_rl.train.sampling_filter import KeptTokens
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer
@@ -42,14 +34,11 @@ from megatron_rl.train.user_tasks import PromptFileTask
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
 # Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
 SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
-# Of a vocabulary id where top-p sorts whole rows: logits, twice, and sorted; ids; float64 masses and sums; flags.
-SORTED_BYTES = 3 * 4 + 8 + 3 * 8 + 4
 
 
-def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool, sorts_rows: bool = False) -> int:
+def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool) -> int:
     """How many samples are sampled at once: by the logits of their last positions, the activations of a layer in the longest
-    forward, the keys and values, and with sorts_rows what top-p needs of whole rows. The same on all ranks.
-    Communication: an all-reduce of a number over all of them."""
+    forward, and the keys and values. The same on all ranks. Communication: an all-reduce of a number over all of them."""
     model, config, length = trainer.model, model_config_of(trainer.model), trainer.settings.max_sequence_length
     keeps_keys = can_cache(model) and not records_routes
     longest = length - max_new_tokens if keeps_keys else length  # a prompt, or the whole sequence for each token
@@ -57,7 +46,6 @@ def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_rou
     row_bytes = 4 * trainer.settings.vocab_size // tp_size
     row_bytes += max(longest, 1) * (4 * config.hidden_size + 2 * config.ffn_hidden_size // tp_size) * element
     row_bytes += cache_bytes(model, length) if keeps_keys else 0
-    row_bytes += SORTED_BYTES * trainer.settings.vocab_size if sorts_rows else 0
     device, memory = trainer.device, SAMPLING_BYTES
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory // SHARE_OF_DEVICE
@@ -78,9 +66,7 @@ class SampledRollouts:
             end_tokens=task.end_tokens,
             temperature=trainer.config.policy_temperature,
             vocab_size=trainer.settings.vocab_size,
-            rows_per_forward=rows_per_forward(
-                trainer, task.max_new_tokens, records_routes=self._records_routes, sorts_rows=options.top_p < 1.0
-            ),
+            rows_per_forward=rows_per_forward(trainer, task.max_new_tokens, records_routes=self._records_routes),
             top_p=options.top_p,
         )
 
@@ -252,7 +238,8 @@ def selection_of(trainer: PolicyTrainer, microbatches: Microbatches, *, seed: in
     replays_routes = trainer.settings.router_replay != RouterReplay.NONE
     with_entropy = "entropy" in TokenSelectionSettings.of(trainer.config).declared.needs
     measured = trainer.log_probs(microbatches, with_entropy=with_entropy, replays_routes=replays_routes)
-    samples, rows = ([*itertools.chain.from_iterable(nested)] for nested in (microbatches, measured))
+    samples = [sample for of_microbatch in microbatches for sample in of_microbatch]
+    rows = [row for of_microbatch in measured for row in of_microbatch]
     return select_step_tokens(
         trainer.config,
         samples,
