@@ -23,11 +23,10 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
-from megatron_rl.train.hf_weights import read_hf_model
+from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
-from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
+from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, is_same_file
 from megatron_rl.train.rollout_files import recorded_group_size
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
@@ -124,16 +123,9 @@ def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
     if options.prompts is None and options.rollouts is None:
         yield f"--hf-checkpoint {options.hf_checkpoint} needs --prompts FILE with --reward, or --rollouts FILE"
     if options.save_hf is not None:
-        yield from check_save_hf(options.save_hf, options.hf_checkpoint, options)
-
-
-def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> Iterator[str]:
-    """Before anything runs; the run itself tries the place, and knows its own folder."""
-    problem = place_problem(save_hf, hf_checkpoint, options.output_dir)
-    if problem is not None:
-        yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
-    elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
-        yield f"--save-hf {save_hf} holds files already: name a new folder"
+        problem = save_hf_problem(Path(options.save_hf), options.output_dir)
+        if problem is not None:
+            yield f"--save-hf {options.save_hf}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
 
 
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:
