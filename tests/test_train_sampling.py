@@ -30,8 +30,8 @@ pool = pool_of(4)
 SAME = 1e-6
 
 
-def run_on_rank(rank, output_dir, config, options, resume=False):
-    outcome, weights = run_loop(output_dir, config, options, resume=resume)
+def run_on_rank(rank, output_dir, config, options):
+    outcome, weights = run_loop(output_dir, config, options)
     return outcome.progress, weights
 
 
