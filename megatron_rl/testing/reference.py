@@ -113,9 +113,9 @@ def scores_of(
     logits: Sequence[Tensor],  # [response_length, V] each
     temperature: float = 1.0,
 ) -> list[oracle.Scores]:
-    """Of each sample, with its masked tokens."""
+    """Of each sample, with its masked tokens, on the CPU."""
     settings = oracle.DenseSettings(temperature=temperature)
-    rows = [(of_one, sample.tokens[-len(sample.loss_mask) :]) for of_one, sample in zip(logits, samples, strict=True)]
+    rows = [(of_one.cpu(), sample.tokens[-len(sample.loss_mask) :]) for of_one, sample in zip(logits, samples, strict=True)]
     return [oracle.scores_of(*of_one, settings) for of_one in rows]
 
 
@@ -130,7 +130,7 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
     masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in step]
 
     def unmasked(name: str) -> Tensor:
-        return torch.cat([getattr(one, name)[mask.to(one.entropy.device)] for one, mask in zip(scores, masks, strict=True)])
+        return torch.cat([getattr(one, name)[mask] for one, mask in zip(scores, masks, strict=True)])
 
     of_step = oracle.Scores(unmasked("log_probs"), unmasked("entropy"), unmasked("compared"))
     return oracle.StepTerms(samples, of_step, settings_of(config)).loss()
@@ -175,7 +175,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
 
 def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
     def of_sample(tokens: oracle.Tokens) -> oracle.Result:
-        size, device = len(tokens.log_ratio), tokens.log_ratio.device
+        size = len(tokens.log_ratio)
         computed = {"token_counts": torch.full_like(tokens.advantages, float(size)), "entropy": tokens.entropy}
         inputs = (tokens.log_ratio, tokens.advantages, tokens.log_probs)[: 2 + loss.takes_log_probs]
         if loss.level == "sequence":
@@ -188,17 +188,17 @@ def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
                 log_ratio=tokens.log_ratio,
                 log_probs=tokens.log_probs,
                 advantages=tokens.advantages,
-                loss_mask=torch.ones(size, dtype=torch.bool, device=device),
-                documents=torch.zeros(size, dtype=torch.int64, device=device),
-                token_counts=torch.tensor([float(size)], dtype=torch.float64, device=device),
-                cu_seqlens=torch.tensor([0, size], device=device),
-                sums=JointSums(SINGLE, 1, device, is_checked=False),
+                loss_mask=torch.ones(size, dtype=torch.bool),
+                documents=torch.zeros(size, dtype=torch.int64),
+                token_counts=torch.tensor([float(size)], dtype=torch.float64),
+                cu_seqlens=torch.tensor([0, size]),
+                sums=JointSums(SINGLE, 1, torch.device("cpu"), is_checked=False),
             )
             value = loss.function(batch, **keywords)
         else:
             value = loss.function(*inputs, **keywords)
         values = value.value if isinstance(value, LossValue) else value
-        return values, torch.zeros(size, dtype=torch.bool, device=device)
+        return values, torch.zeros(size, dtype=torch.bool)
 
     return of_sample
 
