@@ -144,12 +144,6 @@ def announced_on_rank(rank, options, configs) -> list[str]:
     return said.getvalue().splitlines()
 
 
-def test_the_start_line_says_why_a_forward_stays(pool):
-    [(plain, kept)] = pool.run(announced_on_rank, {"steps_per_rollout": 2, "lr": 3e-3}, [GRPO, DPPO], world_size=1)
-    assert "old log-probabilities" not in plain
-    assert "2 steps a rollout" in kept and ", old log-probabilities of the first step measured for --policy-loss dppo_tv |" in kept
-
-
 def test_the_start_line_says_what_is_kept_and_over_what_the_scores_are(pool):
     """The sampler then reports its own scores, so that a loss that compares with it costs no forward."""
     options, with_kl = {"top_p": 0.8, "steps_per_rollout": 2, "lr": 3e-3}, replace(GRPO, kl_coefficient=0.1)
