@@ -81,6 +81,11 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
     return samples
 
 
+def rollout_key(sample: StepSample, place: int) -> object:
+    """Equal for the samples of one rollout. place: of the sample in the step."""
+    return (None, place) if sample.rollout_id is None else sample.rollout_id
+
+
 def in_rollouts(samples: Sequence[StepSample], *, share_advantage: bool = False) -> list[StepSample]:
     """Ragged samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
     firsts = [samples[place - place % SAMPLES_PER_PROMPT + place % 2] for place in range(len(samples))]
