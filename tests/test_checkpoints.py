@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import random
 import re
 import resource
 import shutil
@@ -27,7 +26,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankError
 from megatron_rl.train import checkpoints
 from megatron_rl.train.checkpoints import CHECKSUMS
-from megatron_rl.train.hf_checkpoint import read_hf_model
 
 pytestmark = pytest.mark.megatron
 
@@ -128,32 +126,6 @@ def copy_of(saved, folder) -> Path:
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
     return copy_of(saved, tmp_path)
-
-
-def draws_on_rank(rank, directory):
-    """Random numbers of each generator after a save, and again after loading it."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    def draws():
-        with get_cuda_rng_tracker().fork():
-            of_megatron = torch.rand(3).tolist()
-        return torch.rand(3).tolist(), random.random(), of_megatron
-
-    torch.manual_seed(100 + rank)
-    random.seed(200 + rank)
-    trainer = cases.tiny_trainer()
-    trainer.step([cases.ragged_step()])
-    checkpoint = trainer.save(directory, 1, {})
-    first, second = draws(), draws()
-    trainer.load(checkpoint)
-    return first, second, draws()
-
-
-def test_each_rank_s_random_states_come_back(pool, tmp_path):
-    """Dropout of a resumed run would differ, or be the same on all ranks: torch's, python's and Megatron's generators."""
-    answers = pool.run(draws_on_rank, tmp_path, world_size=2, **{cases.TP: 2})
-    assert all(again == first and first != second for first, second, again in answers)
-    assert answers[0][0] != answers[1][0]
 
 
 OTHER_MODELS = [
@@ -264,18 +236,17 @@ def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, 
 @pytest.mark.parametrize(
     ("absent", "message"),
     [
-        (["psutil"], r"needs psutil \(megatron-core does not declare it, .*: pip install psutil; the extra megatron_rl\[megatron,"),
-        (["megatron", "psutil"], "needs megatron-core and psutil .*: pip install megatron-core psutil; the extra"),
+        (["psutil"], r"needs psutil, .*: pip install psutil; the extra megatron_rl\[megatron,"),
+        (["megatron", "psutil"], "needs megatron-core and psutil, .*: pip install megatron-core psutil; the extra"),
     ],
     ids=str,
 )
-def test_without_psutil_or_megatron_core_nothing_is_started(monkeypatch, tmp_path, absent, message):
+def test_without_psutil_or_megatron_core_nothing_is_started(monkeypatch, absent, message):
     """Megatron's writers die without psutil and the save waits for them for ever, without a word."""
     find_spec = checkpoints.find_spec
     monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name in absent else find_spec(name))
     with pytest.raises(ConfigError, match=message):
-        checkpoints.save_checkpoint(tmp_path / "checkpoints", 1, None, None, {}, description={})
-    assert list(tmp_path.iterdir()) == []
+        checkpoints.check_can_save()
 
 
 class Command:
@@ -315,8 +286,8 @@ def replace_common_values(checkpoint: Path, command: Command) -> None:
 
 
 def replace_an_object(checkpoint: Path, command: Command) -> None:
-    """The payload behind the end of a file, and .metadata that says that it is the entry. Random states are objects between the
-    tensors: torch reads those without weights_only."""
+    """The payload behind the end of a file, and .metadata that says that it is the entry. A module's extra state is an object
+    between the tensors: torch reads it without weights_only."""
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     kinds = {name: type(kind).__name__ for name, kind in metadata.state_dict_metadata.items()}
     info = next(info for index, info in metadata.storage_data.items() if kinds[index.fqn] == "BytesStorageMetadata")
@@ -383,9 +354,8 @@ NO_NAMES = [b"", b".", b"..", b"../..", b"/etc", b"step_00000001\nstep_00000002"
 @pytest.mark.parametrize("content", [*NO_NAMES, b"a" * 5000], ids=lambda content: ascii(content[:20]))
 def test_latest_never_leaves_its_folder(tmp_path, content):
     """A damaged or forged pointer is refused by name; what it holds reaches the terminal as escapes alone."""
-    (tmp_path / "step_00000001").mkdir()
     (tmp_path / "latest").write_bytes(content)
-    with pytest.raises(ConfigError, match="latest holds '.*': it must name a checkpoint beside it, .*step_00000001$") as raised:
+    with pytest.raises(ConfigError, match="latest holds '.*': it must name a checkpoint beside it") as raised:
         checkpoints.latest_checkpoint(tmp_path)
     assert str(raised.value).isprintable() and len(str(raised.value)) < 500
 
@@ -399,44 +369,6 @@ def test_no_checkpoint_and_a_pointer_to_nothing_are_told_apart(tmp_path):
         ConfigError, match=r"latest names step_00000007, which is not .*: it was removed,? or the copy is incomplete"
     ):
         checkpoints.latest_checkpoint(tmp_path)
-
-
-HUGGING_FACE = "it is a Hugging Face folder: type --hf-checkpoint"
-OF_A_RUN = "it is a run of `megatron-rl train`: type --load"
-MEGATRON_LM = "it is a checkpoint of Megatron-LM: write it as a Hugging Face folder"
-
-
-@pytest.mark.parametrize(
-    ("file", "folder", "expected"),
-    [
-        pytest.param("hf/config.json", "hf", HUGGING_FACE, id="Hugging Face"),
-        pytest.param("lora/adapter_config.json", "lora", "it is a LoRA adapter: merge it", id="adapter"),
-        pytest.param("run/checkpoints/latest", "run", f"{OF_A_RUN} .*/run, with", id="a run"),
-        pytest.param("run/latest", "run", f"{OF_A_RUN} .*/run, with", id="the checkpoints of a run"),
-        pytest.param(
-            "run/step_00000050/common.pt", "run/step_00000050", "it is one checkpoint of a run .* --load .*/run, where", id="step"
-        ),
-        pytest.param("lm/latest_checkpointed_iteration.txt", "lm", MEGATRON_LM, id="Megatron-LM"),
-        pytest.param("lm/iter_0000010/mp_rank_00/x.pt", "lm/iter_0000010", MEGATRON_LM, id="an iteration of Megatron-LM"),
-    ],
-)
-def test_a_folder_for_another_flag_is_told_with_what_to_type(tmp_path, file, folder, expected):
-    """Weights of another format, given to --load or to --hf-checkpoint."""
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).touch()
-    if "config.json" not in file or "adapter" in file:
-        with pytest.raises(ConfigError, match=f"^--hf-checkpoint {tmp_path / folder} is no Hugging Face folder: {expected}"):
-            read_hf_model(tmp_path / folder)
-    if not file.endswith("latest"):
-        with pytest.raises(ConfigError, match=f"^no checkpoint in {tmp_path / folder}: {expected}"):
-            checkpoints.latest_checkpoint(tmp_path / folder)
-
-
-def test_a_name_of_the_hub_is_told_how_to_fetch_it():
-    with pytest.raises(ConfigError, match="there is no such folder: .* `hf download Qwen/Qwen3 --local-dir models/Qwen3`$"):
-        read_hf_model("Qwen/Qwen3")
-    with pytest.raises(ConfigError, match="^--hf-checkpoint models/of/mine: there is no such folder$"):
-        read_hf_model("models/of/mine")
 
 
 def test_a_checkpoint_of_another_program_is_told_from_ours(pool, copy):

@@ -31,7 +31,7 @@ from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.model_shapes import parameter_kind
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import CLIPS, LossTruth, ragged_samples
-from megatron_rl.testing.selftest_terms import AGGREGATIONS
+from megatron_rl.testing.selftest import AGGREGATIONS
 
 pytestmark = pytest.mark.megatron
 

@@ -14,7 +14,6 @@ from test_expert_layouts import gives_padding_mask
 
 from megatron_rl.__main__ import main
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import SamplingSettings
 from megatron_rl.train.option_rules import TrainLaunch, check_experts, check_world_size
 from megatron_rl.train.options import TrainOptions, experts_of
@@ -35,11 +34,9 @@ pool = pool_of(2)
 def test_a_run_goes_on_with_its_experts_on_other_ranks(pool, tmp_path, is_distributed):
     """A rollout on each layout in turn, against three on one rank: experts that change places, and ranks that
     sample different numbers of prompts."""
-    if pool.run(numbers_states_on_rank, world_size=1)[0]:
-        pytest.skip("this Megatron-Core numbers optimiser states: test_numbered_optimiser_states_stay_with_their_expert_ranks")
     settings = {"experts": EXPERTS, "use_distributed_optimizer": is_distributed}
     sharded = {**settings, "sequence_parallel": True}
-    chain = [(2, {EP: 2}, settings), (1, {}, settings), (2, {cases.TP: 2, EP: 2, ETP: 1}, sharded)]
+    chain = [(2, {EP: 2}, settings), (2, {cases.CP: 2, EP: 2}, settings), (2, {cases.TP: 2, EP: 2, ETP: 1}, sharded)]
     pool.run(run_on_rank, tmp_path / "one", {**OPTIONS, "num_rollouts": 3}, settings, world_size=1)
     for leg, (world_size, layout, of_leg) in enumerate(chain):
         options = {**OPTIONS, "num_rollouts": leg + 1}
@@ -48,24 +45,15 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(pool, tmp_path, is_distri
     assert cases.unlike_metrics(cases.metrics_of(tmp_path / "chain"), cases.metrics_of(tmp_path / "one")) == []
 
 
-def numbers_states_on_rank(rank: int) -> bool:
-    return checkpoints.numbers_optimizer_states()
-
-
 def load_alone_on_rank(rank: int, output_dir: Path) -> str:
-    """As with a Megatron-Core that numbers the states of its optimisers."""
-    numbers, checkpoints.numbers_optimizer_states = checkpoints.numbers_optimizer_states, lambda: True
-    try:
-        return error_of(lambda: run_on_rank(rank, output_dir, {**OPTIONS, "num_rollouts": 2}, {"experts": EXPERTS}, True))
-    finally:
-        checkpoints.numbers_optimizer_states = numbers
+    return error_of(lambda: run_on_rank(rank, output_dir, {**OPTIONS, "num_rollouts": 2}, {"experts": EXPERTS}, True))
 
 
-def test_numbered_optimiser_states_stay_with_their_expert_ranks(pool, tmp_path):
-    """Megatron-Core 0.13: two optimisers where experts are spread over ranks, one where they are not."""
+def test_a_checkpoint_of_expert_parallel_ranks_is_refused_on_another_number_of_them(pool, tmp_path):
+    """Megatron-Core has two optimisers where experts are spread over ranks, one where they are not."""
     pool.run(run_on_rank, tmp_path, {**OPTIONS, "num_rollouts": 1}, {"experts": EXPERTS}, world_size=2, **{EP: 2})
     (message,) = pool.run(load_alone_on_rank, tmp_path, world_size=1)
-    assert "has the states of 2 optimisers and this run has 1" in message
+    assert "was saved with --expert-model-parallel-size 2, this run has 1: give it the same" in message
 
 
 def responses_on_rank(rank: int) -> list[list[int]]:
@@ -118,7 +106,7 @@ def test_the_preset_learns_on_two_ranks_that_share_the_experts(tmp_path):
     def on_rank(rank: int) -> int:
         os.environ.update(WORLD_SIZE="2", RANK=str(rank))
         scale = [] if gives_padding_mask() else ["--router-aux-loss", "host"]
-        until = ["--target-reward", "0.91", "--target-reward-window", "1"]
+        until = ["--target-reward", "0.91"]
         given = ["--preset", "moe", f"--{EP.replace('_', '-')}", "2", *scale, *until, "--output-dir", str(tmp_path / "run")]
         return main(["train", *given])
 

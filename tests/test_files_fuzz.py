@@ -22,8 +22,8 @@ from forked import forked
 from safetensors.torch import save
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_tokenizer import _end_tokens
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.user_tasks import _read_records
 
@@ -116,7 +116,7 @@ def read_model() -> None:
 
 ROW = {"prompt_id": "a", "tokens": [1, 2, 3], "response_length": 2, "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7}
 ROW |= {"old_log_probs": [-1.0, -2.0], "routes": [[[0, 1], [1, 0]]]}
-ROLLOUT = {"vocab_size": 9, "num_parts": 1, "digest": 5, "samples": [ROW | {"index": 0}, ROW | {"index": 1}], "rollout_index": 0}
+ROLLOUT = {"vocab_size": 9, "run_id": "a", "samples": [ROW | {"index": 0}, ROW | {"index": 1}], "rollout_index": 0}
 PROMPT = {"prompt": [{"role": "user", "content": "1+2="}], "answer": 3, "prompt_id": "a"}
 # What is written into an empty folder, one of them changed, and how it is read.
 KINDS: dict[str, tuple[Callable[[], dict[str, tuple[bytes, Change]]], Callable[[], object]]] = {

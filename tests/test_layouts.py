@@ -41,7 +41,7 @@ from megatron_rl.testing.reference import (
     model_logits,
     ragged_samples,
 )
-from megatron_rl.testing.selftest_terms import AGGREGATIONS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS, ROLLOUTS, TERMS, truth_of_terms
+from megatron_rl.testing.selftest import AGGREGATIONS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS, ROLLOUTS, TERMS, truth_of_terms
 
 pytestmark = pytest.mark.megatron
 

@@ -28,8 +28,6 @@ from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.ranks import RankError, run_ranks
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.train.generation import SamplingSettings
-from megatron_rl.train.option_rules import TrainLaunch, check_router_replay
-from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts
 
 pytestmark = pytest.mark.megatron
@@ -283,7 +281,7 @@ def test_routes_in_another_order_of_recomputation_are_found(pool):
 
 
 def recomputed_gradients(rank: int, options: dict) -> dict:
-    trainer = cases.tiny_trainer(experts=EXPERTS | options, router_replay="rollout", check_router_replay=True, **cases.STILL)
+    trainer = cases.tiny_trainer(experts=EXPERTS | options, router_replay="rollout", **cases.STILL)
     step = with_random_routes(cases.ragged_step())
     trainer.step([step[:2], step[2:4], step[4:]])
     return cases.gradients_of(trainer)
@@ -299,7 +297,7 @@ def test_recomputed_layers_replay_the_routes_of_their_micro_batch(pool):
 
 def step_with_a_deaf_router(rank: int) -> tuple[str, bool]:
     """The first router of rank 1 chooses by itself: (the error, whether a weight has changed)."""
-    trainer = cases.tiny_trainer(experts=EXPERTS, router_replay="rollout", check_router_replay=True)
+    trainer = cases.tiny_trainer(experts=EXPERTS, router_replay="rollout")
     step = with_random_routes(cases.ragged_step())[3 * rank : 3 * rank + 3]
     trainer.log_probs([step])  # gives the routers their doors
     if rank == 1:
@@ -433,7 +431,7 @@ def test_layers_with_experts_are_found_as_megatron_places_them():
 
 # Rollouts and files
 
-OPTIONS = {"num_rollouts": 2, "save_interval": None, "steps_per_rollout": 2}
+OPTIONS = {"num_rollouts": 2, "save_interval": 1000, "steps_per_rollout": 2}
 PHANTOMS = "policy/num_phantom_tokens"
 
 
@@ -442,13 +440,13 @@ def runs_on_rank(rank: int, folder, runs: dict[str, dict]) -> None:
         cases.run_loop(folder / name, CONFIG, {**OPTIONS, **options}, settings={"experts": EXPERTS})
 
 
-@pytest.mark.parametrize("replay", ["none", "old_log_probs", "rollout"])
+@pytest.mark.parametrize("replay", ["old_log_probs", "rollout"])
 def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_path, replay):
     """Sampling, two steps a rollout and a file, on EP2 and on one rank. A first ratio is 1, and each replayed step is checked."""
     file = tmp_path / "rollouts.jsonl"
-    checked = {"router_replay": replay, "check_router_replay": True}
-    pool.run(runs_on_rank, tmp_path, {"one": checked | {"save_rollouts": str(file)}}, world_size=1)
-    pool.run(runs_on_rank, tmp_path, {"two": checked, "file": checked | {"rollouts": str(file)}}, world_size=2, **{EP: 2})
+    replayed = {"router_replay": replay}
+    pool.run(runs_on_rank, tmp_path, {"one": replayed | {"save_rollouts": str(file)}}, world_size=1)
+    pool.run(runs_on_rank, tmp_path, {"two": replayed, "file": replayed | {"rollouts": str(file)}}, world_size=2, **{EP: 2})
     truth, two, of_file = (cases.metrics_of(tmp_path / name) for name in ("one", "two", "file"))
     assert cases.unlike_metrics(of_file, truth) == []
     # Phantoms are counted where old log-probabilities are given. Without a file the first step is measured for its routes alone.
@@ -465,10 +463,10 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
 def test_the_command_samples_with_routes_and_replays_them_from_a_file(tmp_path):
     file = str(tmp_path / "rollouts.jsonl")
     model = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--hidden-size", "32", "--router-replay", "rollout"]
-    small = ["--num-rollouts", "1", "--prompts-per-rollout", "2", "--samples-per-prompt", "2", "--no-plot", "--no-tensorboard"]
+    small = ["--num-rollouts", "1", "--prompts-per-rollout", "2", "--samples-per-prompt", "2", "--no-tensorboard"]
 
     def on_rank(rank: int, folder: str, more: list[str]) -> int:
-        return main(["train", "--policy-loss", "grpo", "--check-router-replay", *model, *small, "--output-dir", folder, *more])
+        return main(["train", "--policy-loss", "grpo", *model, *small, "--output-dir", folder, *more])
 
     for name, more in (("sampled", ["--save-rollouts", file]), ("replayed", ["--rollouts", file])):
         assert run_ranks(on_rank, 1, str(tmp_path / name), more, use_megatron=False) == [0]
@@ -485,8 +483,8 @@ def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):
         assert sample["routes"] is None
         sample["old_log_probs"] = None
     file.write_text(json.dumps(batch) + "\n")
-    checked = {"router_replay": "old_log_probs", "check_router_replay": True, "steps_per_rollout": 1, "rollouts": str(file)}
-    pool.run(runs_on_rank, tmp_path, {"one": checked}, world_size=1)
+    replayed = {"router_replay": "old_log_probs", "steps_per_rollout": 1, "rollouts": str(file)}
+    pool.run(runs_on_rank, tmp_path, {"one": replayed}, world_size=1)
     (row,) = cases.metrics_of(tmp_path / "one")
     assert row["policy/route_agreement"] == 1
 
@@ -495,8 +493,7 @@ def test_a_file_without_the_routes_that_are_needed_is_refused(pool, tmp_path):
     file = tmp_path / "rollouts.jsonl"
     pool.run(runs_on_rank, tmp_path, {"plain": {"save_rollouts": str(file)}}, world_size=1)
     for options, message in (
-        ({"router_replay": "rollout"}, "no routes, which --router-replay rollout and --check-router-replay need"),
-        ({"check_router_replay": True}, "no routes, which --router-replay rollout and --check-router-replay need"),
+        ({"router_replay": "rollout"}, "no routes, which --router-replay rollout needs"),
         ({"router_replay": "old_log_probs"}, "old_log_probs and no routes: --router-replay old_log_probs needs"),
     ):
         with pytest.raises(RankError, match=message):
@@ -527,14 +524,6 @@ def test_wrong_routes_are_named(routes, message):
     else:
         with pytest.raises(DataError, match=message):
             raise DataError(problem)
-
-
-def test_a_check_that_nothing_shows_is_refused():
-    options, metrics = TrainOptions(num_experts=4, check_router_replay=True), {"policy_metrics": "none"}
-    (row,) = check_router_replay(TrainLaunch.of(options, metrics))
-    assert row.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
-    assert not list(check_router_replay(TrainLaunch.of(replace(options, router_replay="rollout"), metrics)))
-    assert not list(check_router_replay(TrainLaunch.of(options, {"policy_metrics": "basic"})))
 
 
 def test_the_largest_load_and_the_agreement_by_hand(pool):

@@ -15,7 +15,7 @@ pool = pool_of(2, use_megatron=False)
 
 
 def rule_of(signals=None, **others) -> StopRule:
-    values = {"max_seconds": None, "target_reward": None, "window": 3, "recent_rewards": [], **others}
+    values = {"max_seconds": None, "target_reward": None, "recent_rewards": [], **others}
     return StopRule(StopSignals() if signals is None else signals, **values)
 
 
@@ -49,30 +49,34 @@ def decide_on_rank(rank, signals_of_rank, rewards, settings, age=0.0):
     return None, rule.reason, rule.exit_code, list(rule.recent_rewards)
 
 
-# By hand, window 3: 0.9, 0.9, 0.2 give 0.667; 0.9, 0.2, 1.0 give 0.7; 0.2, 1, 1 give 0.733. Before three there is no mean.
-REWARDS = [0.9, 0.9, 0.2, 1.0, 1.0, 1.0]
-REACHED = "mean reward 0.733 of the last 3 rollouts reached the target"
-AT_ONCE = {"target_reward": 0.0, "window": 1}
+# By hand, means of five: 0.9, 0.9, 0.9, 0.9, 0.2 give 0.76; then 0.78 with 1.0 for the first 0.9, and 0.8 with a second 1.0.
+REWARDS = [0.9, 0.9, 0.9, 0.9, 0.2, 1.0, 1.0, 1.0]
+REACHED = "mean reward 0.800 of the last 5 rollouts reached the target"
+FULL = [0.5] * 5
 INT, TERM = signal.SIGINT, signal.SIGTERM
 ENDS = [
     # signals of the ranks, rewards, settings, (rollout, reason, exit code, rewards kept)
     pytest.param((0, INT), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGINT", 130, [0.1, 0.2]), id="Ctrl-C reached one rank alone"),
     pytest.param((TERM, 0), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGTERM", 143, [0.1, 0.2]), id="SIGTERM on the other"),
     pytest.param((INT, TERM), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGTERM", 143, [0.1, 0.2]), id="unlike signals: one answer"),
-    pytest.param((0, 0), REWARDS, {"target_reward": 0.72}, (4, REACHED, 0, [0.2, 1.0, 1.0]), id="the target is a mean of 3"),
-    pytest.param((0, 0), REWARDS[:2], {"target_reward": 0.1}, (None, None, 0, [0.9, 0.9]), id="no mean before three"),
     pytest.param(
-        *((0, 0), [1.0], {"target_reward": 0.72, "recent_rewards": [0.9, 0.2, 1.0]}, (0, REACHED, 0, [0.2, 1.0, 1.0])),
+        *((0, 0), REWARDS, {"target_reward": 0.79}, (6, REACHED, 0, [0.9, 0.9, 0.2, 1.0, 1.0])), id="the target is a mean of five"
+    ),
+    pytest.param((0, 0), REWARDS[:4], {"target_reward": 0.1}, (None, None, 0, [0.9] * 4), id="no mean before five"),
+    pytest.param(
+        *((0, 0), [1.0], {"target_reward": 0.79, "recent_rewards": [0.7, 0.9, 0.9, 0.2, 1.0]}),
+        (0, REACHED, 0, [0.9, 0.9, 0.2, 1.0, 1.0]),
         id="FB-90 rewards before a resume count",
     ),
     pytest.param((0, 0), [0.0], {"max_seconds": 5.0}, (0, "--max-seconds 5 are over", 0, [0.0]), id="one rank's clock is enough"),
     pytest.param(
-        *((INT, 0), [0.5, 0.5], {**AT_ONCE, "window": 2}, (1, "stopped by SIGINT", 130, [0.5, 0.5])),
+        *((INT, 0), [0.5, 0.5], {"target_reward": 0.5, "recent_rewards": [0.1, 0.5, 0.5, 0.5]}),
+        (1, "stopped by SIGINT", 130, FULL),
         id="a signal comes before the target",
     ),
     pytest.param(
-        *((0, 0), [0.5], {"target_reward": 0.5, "window": 1, "max_seconds": 1e-9}),
-        (0, "mean reward 0.500 of the last 1 rollouts reached the target", 0, [0.5]),
+        *((0, 0), [0.5], {"target_reward": 0.5, "recent_rewards": FULL, "max_seconds": 1e-9}),
+        (0, "mean reward 0.500 of the last 5 rollouts reached the target", 0, FULL),
         id="the target itself is enough, and comes before the clock",
     ),
 ]

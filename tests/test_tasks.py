@@ -128,18 +128,16 @@ def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
     assert prompt.tokens == [1, 0, 2, 6]
     assert task.reward(prompt, [3, 5, 9, 1]) == 1.0 and SEEN[-1] == ("1+2=", "35")
     assert task.reward(prompt, [3, 17, 5]) == 1.0 and SEEN[-1] == ("1+2=", "3\ufffd5")
-    with pytest.raises(ConfigError, match="--end-token 3: text prompts have an end token of their own"):
-        user_task(tmp_path, {"prompt": "a"}, end_token=3)
 
 
 def test_token_prompts_reach_the_reward_as_tokens(tmp_path):
-    """The vocabulary reaches to the largest id of prompts, answers and end token; the response stops before the end."""
-    task = user_task(tmp_path, {"prompt": [4, 1], "answer": [11]}, end_token=6, max_new_tokens=5)
-    assert (task.vocab_size, task.end_tokens, task.max_new_tokens, task.vocabulary) == (12, (6,), 5, None)
+    """The vocabulary reaches to the largest id of prompts and answers, and no token ends a response."""
+    task = user_task(tmp_path, {"prompt": [4, 1], "answer": [11]}, max_new_tokens=5)
+    assert (task.vocab_size, task.end_tokens, task.max_new_tokens, task.vocabulary) == (12, (), 5, None)
     prompt = task.make_prompt(0, 0)
     assert (prompt.prompt_id, prompt.tokens) == ("line-1#0", [4, 1])
     task.reward(prompt, [3, 6, 4])
-    assert SEEN[-1] == ([4, 1], [3])
+    assert SEEN[-1] == ([4, 1], [3, 6, 4])
 
 
 def test_each_epoch_visits_every_prompt_once_in_another_order(tmp_path):
@@ -256,15 +254,13 @@ def test_a_reward_that_cannot_be_imported_says_what_failed(tmp_path, monkeypatch
     [
         pytest.param({"name": "copy"}, ["--task copy is unknown; built in: repeat, sort, add, tally"], id="unknown task"),
         pytest.param({"max_new_tokens": 3}, ["--max-new-tokens 3 works with --prompts alone"], id="length of built-in"),
-        pytest.param({"name": "add", "end_token": 3}, ["--end-token 3 works with --prompts alone"], id="end of built-in"),
         pytest.param(
-            {"name": "add", "prompts": "none.jsonl", "max_new_tokens": 0, "end_token": -1},
+            {"name": "add", "prompts": "none.jsonl", "max_new_tokens": 0},
             [
                 "--task add and --prompts none.jsonl are two tasks",
                 "--prompts none.jsonl needs --reward",
                 "--prompts none.jsonl: there is no such file",
                 "--max-new-tokens 0 must be at least 1",
-                "--end-token -1 must be a token id",
             ],
             id="everything at once",
         ),

@@ -3,6 +3,7 @@ once through torchrun itself."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -10,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -34,7 +36,7 @@ from megatron_rl.train.tasks import make_task
 pytestmark = pytest.mark.megatron
 
 # Small enough for a rollout in a tenth of a second.
-SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --no-plot"
+SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard"
 ENDLESS = f"{SMALL} --num-rollouts 100000 --save-interval 2"
 
 
@@ -184,13 +186,14 @@ def make_run(folder: Path) -> Path:
     (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
     (folder / "checkpoints" / "latest").write_text("step_00000002\n")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (folder / "samples.txt").write_text("rollout 0\n")
     return folder
 
 
 def prepared(folder: Path, **options) -> tuple[bool, bool]:
-    """(checkpoints are still there, metrics are) after the directory was prepared."""
+    """(checkpoints are still there, a file of the run is) after the directory was prepared."""
     output_dir.prepare_output_dir(TrainOptions(output_dir=str(folder), **options), make_task("repeat"), run_id="a")
-    return has_saved(folder), (folder / "metrics.jsonl").exists()
+    return has_saved(folder), any((folder / name).exists() for name in ("metrics.jsonl", "samples.txt"))
 
 
 def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_stays(tmp_path):
@@ -221,7 +224,7 @@ def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_pat
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     task = "--prompts p.jsonl --reward own_reward.share_of_a --max-new-tokens 6 --policy-loss grpo --output-dir out"
     sizes = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --lr 1e-2"
-    command = run(f"{task} {sizes} --num-rollouts 8 --json --no-tensorboard", tmp_path / "logs")
+    command = run(f"{task} {sizes} --num-rollouts 8 --json --no-tensorboard --show-samples 3", tmp_path / "logs")
     [line] = command.output("stdout").splitlines()
     summary = json.loads(line)
     rows = metrics_of(tmp_path / "out")
@@ -231,8 +234,13 @@ def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_pat
     assert Path(summary["plot"]).stat().st_size > 1000 and Path(summary["checkpoint"]).is_dir()
     assert summary["last_reward"] > summary["first_reward"]
     assert "gradient x 1.000000, PASS" in command.output()
+    shown = (tmp_path / "out" / "samples.txt").read_text().splitlines()
+    assert len(shown) == 3 and all(line in command.output() for line in shown)
+    for line in shown:
+        reward, prompt, response = re.fullmatch(r"rollout 0, reward (0\.\d{3}): ('[ab]+') -> ('[ab]*')", line).groups()
+        assert ast.literal_eval(prompt) in ("ab", "b", "bab", "abba") and float(reward) == round(response.count("a") / 6, 3)
 
-    resumed = run(f"{task} {sizes} --num-rollouts 9 --no-tensorboard --no-plot --resume", tmp_path / "logs")
+    resumed = run(f"{task} {sizes} --num-rollouts 9 --no-tensorboard --resume", tmp_path / "logs")
     assert [row["step"] for row in metrics_of(tmp_path / "out")] == list(range(1, 19))
     assert resumed.output("stdout") == "" and "9 rollouts, 18 steps" in resumed.output()
 

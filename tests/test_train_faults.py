@@ -79,9 +79,9 @@ def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(t
     options, task = TrainOptions(output_dir=str(tmp_path / "out"), resume=True), make_task("repeat")
     assert output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a") == []
     [line] = output_dir.prepare_output_dir(options, task, resume_step=4, run_id="a")
-    assert "holds no rows of steps 3 to 4, which the checkpoint was trained on" in line
+    assert "holds no rows of 2 steps, 3 to 4, which the checkpoint was trained on" in line
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}\n')
-    with pytest.raises(DataError, match="line 2: step: 1 follows 1"):
+    with pytest.raises(DataError, match="line 2: step: 1 must be a whole number above 1"):
         output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a")
 
 

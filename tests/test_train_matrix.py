@@ -27,9 +27,9 @@ from megatron_rl.train.tasks import make_task
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 pytestmark = pytest.mark.megatron
 
-SMALL = "--prompts-per-rollout 2 --samples-per-prompt 3 --lr 1e-2 --no-plot --no-tensorboard"
+SMALL = "--prompts-per-rollout 2 --samples-per-prompt 3 --lr 1e-2 --no-tensorboard"
 # Routes of the sampler, replayed and compared in each forward.
-REPLAY = "--router-replay rollout --check-router-replay"
+REPLAY = "--router-replay rollout"
 TEXTS, IDS = ["12", "3+4", "a"], [[3, 1], [2], [5, 5, 4]]
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.1, "eos_token_id": 0}
@@ -42,8 +42,6 @@ class Row:
     held_out: list
     """--eval-prompts; a tokenizer takes all kinds in one file."""
     flags: str = ""
-    of_prompts: str = ""
-    """Flags that only sampling takes."""
     architecture: str = ""
     settings: tuple = ()
 
@@ -51,7 +49,7 @@ class Row:
 OF_ALL_KINDS = ["1+1", MESSAGES[0], [4, 4]]
 ROWS = {
     "text": Row(TEXTS, ["21+", "a3"], "--hidden-size 32"),
-    "ids, experts": Row(IDS, [[1, 2, 3]], f"--hidden-size 32 --num-experts 4 {REPLAY}", "--end-token 0"),
+    "ids, experts": Row(IDS, [[1, 2, 3]], f"--hidden-size 32 --num-experts 4 {REPLAY}"),
     "text, Llama": Row(TEXTS, OF_ALL_KINDS, architecture="Llama"),
     "chat, Qwen3 with experts": Row(MESSAGES, OF_ALL_KINDS, REPLAY, architecture="Qwen3Moe", settings=tuple(EXPERTS.items())),
     "ids, Qwen3": Row(IDS, OF_ALL_KINDS, architecture="Qwen3", settings=(("head_dim", 8),)),
@@ -94,7 +92,7 @@ def lines_of(file: str) -> list[dict]:
 def test_all_that_a_run_does_with_prompts_of_a_kind(name, tmp_path):
     row = ROWS[name]
     source = f"--prompts {write_prompts(tmp_path / 'p.jsonl', *row.prompts)} --reward test_train_matrix.reward --max-new-tokens 4"
-    source += f" {row.of_prompts} --eval-prompts {write_prompts(tmp_path / 'e.jsonl', *row.held_out)} --eval-interval 1"
+    source += f" --eval-prompts {write_prompts(tmp_path / 'e.jsonl', *row.held_out)} --save-interval 1"
     model = f"--hf-checkpoint {model_folder(row, tmp_path / 'model')}" if row.architecture else ""
 
     def run(given: str, output: str, of_run: str) -> None:
@@ -169,7 +167,7 @@ def test_the_lines_of_the_page_make_a_small_model_and_train_it(tmp_path, monkeyp
     monkeypatch.setattr(sys, "argv", make.split()[1:])
     example.main()
     words = train.removeprefix("python -m megatron_rl train ")
-    command = Command(f"{words} --num-rollouts 1 --prompts-per-rollout 2 --no-plot --no-tensorboard", tmp_path / "logs")
+    command = Command(f"{words} --num-rollouts 1 --prompts-per-rollout 2 --no-tensorboard", tmp_path / "logs")
     assert command.wait() == [0], command.output()
     assert "Qwen3ForCausalLM of 2 layers x 64, float32, lr 0.001 | 2 prompts x 32 samples" in command.output()
     assert example.next_letter([], "d", {"answer": "d"}) == 1.0 and Path("runs/tiny_hf/model-00001-of-00001.safetensors").is_file()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from test_train_command import Command
@@ -14,11 +14,11 @@ from test_train_options import options_of, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.tasks import make_task
-from megatron_rl.train.writers import weights_and_biases
+from megatron_rl.train.writers import MetricsWriter
 
 pytestmark = pytest.mark.megatron
 
-SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --no-plot --steps-per-rollout 2"
+SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --steps-per-rollout 2"
 
 
 def share_of_digits(prompt, response, record):
@@ -67,7 +67,7 @@ def test_evaluation_is_the_same_on_each_layout_and_comes_every_n_rollouts(tmp_pa
         write_prompts(tmp_path / "other.jsonl", "2+2=", "4+13=", "1="),
     )
     flags = (
-        f"--prompts {own} --eval-prompts {other} --eval-interval 2 --reward test_train_schedule.share_of_digits --num-rollouts 3"
+        f"--prompts {own} --eval-prompts {other} --save-interval 2 --reward test_train_schedule.share_of_digits --num-rollouts 3"
     )
     found = []
     for name, layout, num_ranks in (("one", "", 1), ("two", "--tensor-model-parallel-size 2", 2), ("data", "", 2)):
@@ -108,7 +108,8 @@ def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
         ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be at least 0"),
         ("--prompts own.jsonl --reward a.b --eval-prompts own.jsonl", "is the file of --prompts"),
         ("--prompts own.jsonl --reward a.b --eval-prompts no.jsonl", "no.jsonl: there is no such file"),
-        ("--wandb-project x", "--wandb-project x needs wandb: pip install wandb"),
+        ("--wandb-project x", "--wandb-project x needs wandb and tensorboard: pip install wandb tensorboard"),
+        ("--wandb-project x --no-tensorboard", "--wandb-project x sends the events of TensorBoard: remove --no-tensorboard"),
     ],
 )
 def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, message):
@@ -120,8 +121,18 @@ def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, messag
     assert message in str(refused.value)
 
 
-def test_weights_and_biases_gets_the_settings_of_the_run(monkeypatch):
-    given = {}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: given.update(settings)))
-    weights_and_biases("p", Path("runs/x"), {"--lr": 0.1})
-    assert given == {"project": "p", "dir": Path("runs/x"), "config": {"--lr": 0.1}}
+def test_weights_and_biases_listens_to_the_events_of_the_run_and_gets_its_settings(monkeypatch, tmp_path):
+    """What is written before wandb.init is not sent."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    run = mock.Mock(spec=["finish"])
+
+    def init(**given):
+        assert given == {"project": "p", "config": {"--lr": 0.1}, "dir": tmp_path, "sync_tensorboard": True}
+        assert not (tmp_path / "tensorboard").exists()
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with MetricsWriter(tmp_path, None, tensorboard=True, wandb={"project": "p", "config": {"--lr": 0.1}}) as writer:
+        writer.write(1, {"loss": 0.5})
+        assert (tmp_path / "tensorboard").exists() and not run.finish.called
+    run.finish.assert_called_once_with()

@@ -148,9 +148,7 @@ def run_loop(
     on_trainer=None,
 ):
     """What `megatron-rl train` does on this rank once the process groups stand: (outcome, final weights of this rank)."""
-    options = TrainOptions(
-        **{"output_dir": str(output_dir), "tensorboard": False, "plot": False, "prompts_per_rollout": 4, **options}
-    )
+    options = TrainOptions(**{"output_dir": str(output_dir), "tensorboard": False, "prompts_per_rollout": 4, **options})
     task = make_task(options.task)
     trainer = tiny_trainer(
         config,
@@ -159,7 +157,6 @@ def run_loop(
             "max_sequence_length": task.max_prompt_tokens + task.max_new_tokens,
             "packed": options.packed,
             "router_replay": options.router_replay,
-            "check_router_replay": options.check_router_replay,
             **(settings or {}),
         },
     )

@@ -24,7 +24,7 @@ REWARD = "def exact_match(prompt, response, record):\n    return float(response 
 
 def rows_of(folder: Path, seed: int) -> list[dict]:
     flags = f"--prompts prompts.jsonl --reward rewards.exact_match --num-rollouts {ROLLOUTS} --seed {seed} --output-dir run{seed}"
-    run(["-m", "megatron_rl", "train", *flags.split(), "--no-plot", "--no-tensorboard"], folder)
+    run(["-m", "megatron_rl", "train", *flags.split(), "--no-tensorboard"], folder)
     return rows_in(folder / f"run{seed}")
 
 

@@ -14,6 +14,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.train.options import DEFAULT_SAMPLES_PER_PROMPT, PLOT_FILE, TrainOptions, add_train_args, set_preset_defaults
 from megatron_rl.train.plots import plot_curves
 from megatron_rl.train.tasks import make_task
-from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
+from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written, read_metrics
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -56,7 +57,6 @@ def run(args: Namespace) -> int:
         prompts=options.prompts,
         reward=options.reward,
         max_new_tokens=options.max_new_tokens,
-        end_token=options.end_token,
         hf_checkpoint=options.hf_checkpoint,
         vocab_size=options.vocab_size,
     )
@@ -88,14 +88,12 @@ def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, Polic
 
 def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     """The picture and the closing line, or one JSON object on stdout."""
-    output_dir = Path(options.output_dir)
-    metrics = output_dir / METRICS_FILE
-    plot = None
-    if options.plot and outcome.progress.num_steps:
-        plot = output_dir / PLOT_FILE
+    metrics, plot, progress = Path(options.output_dir) / METRICS_FILE, None, outcome.progress
+    rows = read_metrics(metrics)
+    if rows and find_spec("matplotlib") is not None:
+        plot = Path(options.output_dir) / PLOT_FILE
         with names_what_cannot_be_written(plot):
-            plot_curves(metrics, plot, f"{config.policy_loss}, {config.loss_aggregation}", x_axis=options.x_axis)
-    progress = outcome.progress
+            plot_curves(rows, plot, f"{config.policy_loss}, {config.loss_aggregation}")
     if options.json:
         summary = {
             **asdict(progress),

@@ -53,6 +53,11 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def finished_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """As numbered_lines, without a last one that a killed run has left unfinished."""
+    return ((number, line) for number, line in numbered_lines(path) if line.endswith(b"\n"))
+
+
 def read_json(path: str | Path, most: int = LARGEST_SETTINGS) -> Any:
     """The value of a regular file in UTF-8. Raises OSError and ValueError."""
     return parse_json(read_regular(path, most).decode("utf-8"))

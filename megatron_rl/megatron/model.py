@@ -317,18 +317,6 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
         raise ConfigError(problems)
 
 
-def in_half_precision(model: GPTModel) -> nn.Module:
-    """The model in Float16Module, with the routers' biases as they were: it rounds them, and a router takes the rounded ones."""
-    from megatron.core.transformer.module import Float16Module
-
-    biases = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("router.expert_bias")}
-    wrapped: nn.Module = Float16Module(model.config, model)
-    for name, bias in biases.items():
-        router = model.get_submodule(name.rpartition(".")[0])
-        router.register_buffer("expert_bias", bias)
-    return wrapped
-
-
 def global_parameter_name(model: GPTModel, name: str) -> str:
     """A parameter's name in the whole model: layers and experts have global numbers, tied weights and fused norms one name."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:

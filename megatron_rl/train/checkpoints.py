@@ -2,22 +2,20 @@
 
 A save writes into a temporary directory, renames it, and then writes its name into `latest`. A run that is killed before that keeps
 the previous checkpoint. A load checks the checksums before it uses a file: torch reads a file with a flipped bit without an error.
-It runs no code of a file. The format does not depend on the layout, and has no rollouts or metrics.
+It runs no code of a file. The format does not depend on the layout. It has no rollouts, metrics or random states: prompts and noise
+depend only on the seed and the counters.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import multiprocessing.dummy
 import os
 import pickle
-import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,26 +52,16 @@ IN_METADATA = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
 }
-# Formats in which a distributed optimiser saves each parameter's state in the parameter's shape -> the method that loads them. Only
-# these can be loaded under another dp, tp or pp size. The format of Megatron-Core 0.15 and later comes first.
-RESHARDABLE_FORMATS = {
-    "fully_reshardable": "load_parameter_state_from_fully_reshardable",
-    "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
-}
+# A distributed optimiser saves each parameter's state in the parameter's shape: it can be loaded under another dp, tp or pp size.
+OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def check_can_save() -> None:
-    """Raises ConfigError without megatron-core, and without psutil, which the writers of dist_checkpointing need: without it they
-    hang without a message."""
-    whys = {
-        "megatron": "megatron-core",
-        "psutil": "psutil (megatron-core does not declare it, and hangs without it)",
-    }
-    absent = [why for module, why in whys.items() if find_spec(module) is None]
+    """Raises ConfigError without megatron-core, and without psutil: the writers of dist_checkpointing hang without it."""
+    absent = [name for module, name in (("megatron", "megatron-core"), ("psutil", "psutil")) if find_spec(module) is None]
     if absent:
-        names = " ".join(why.partition(" ")[0] for why in absent)
         raise ConfigError(
-            f"training needs {' and '.join(absent)}, which this Python does not have: pip install {names}; the extra "
+            f"training needs {' and '.join(absent)}, which this Python does not have: pip install {' '.join(absent)}; the extra "
             "megatron_rl[megatron,train] brings all that training needs"
         )
 
@@ -91,77 +79,56 @@ def save_checkpoint(
 
     model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: settings that must
     be equal to load the checkpoint, by the names of their flags.
-    Communication: on_all_ranks three times, and as dist_checkpointing.
+    Communication: as on_all_ranks and dist_checkpointing.
     Raises RunError, on all ranks, where it cannot be written, for instance to a full disk.
     """
-    check_can_save()
-    directory, rank = Path(directory), dist.get_rank()
+    directory = Path(directory)
     final = directory / f"step_{step:08d}"
-    partial_save = final.with_name(final.name + ".partial")
+    partial = final.with_name(final.name + ".partial")
+
+    def make_empty() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def publish() -> None:
+        lines = [f"{digest}  {name}\n" for name, digest in checksums.items()]
+        (partial / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+        _replace_directory(final, partial)
+        _write_atomically(directory / LATEST, final.name + "\n")
+
     with _writable(final):
-        on_all_ranks(partial(_make_empty, partial_save) if rank == 0 else _nothing)
+        _on_first_rank(make_empty)
         model_state = _sharded_model_state(model)
         state = {
             "model": model_state,
-            "optimizer": optimizer.sharded_state_dict(model_state, metadata=_optimizer_metadata()),
-            "random": _sharded_random_state(_random_state()),
-            "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
+            "optimizer": optimizer.sharded_state_dict(model_state, metadata=OPTIMIZER_FORMAT),
+            "counters": {**counters, "step": step},
             "description": description,
         }
-        _save_in_this_process(state, partial_save)
-        checksums = _checksums(partial_save)
-
-        def publish() -> None:
-            lines = [f"{digest}  {name}\n" for name, digest in checksums.items()]
-            (partial_save / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
-            _replace_directory(final, partial_save)
-            _write_atomically(directory / LATEST, final.name + "\n")
-
-        on_all_ranks(publish if rank == 0 else _nothing)
+        _save_in_this_process(state, partial)
+        checksums = _checksums(partial)
+        _on_first_rank(publish)
     return final
 
 
 def latest_checkpoint(directory: str | Path) -> Path:
-    """The newest complete checkpoint. Raises ConfigError where there is none; the message says what is there."""
+    """The newest complete checkpoint. Raises ConfigError where there is none."""
     directory = Path(directory)
     pointer = directory / LATEST
     if not pointer.is_file():
-        kind = kind_of_checkpoint(directory) or f"it has no file `{LATEST}`; start without --resume and --load, or name another run"
-        raise ConfigError(f"no checkpoint in {directory}: {kind}")
+        raise ConfigError(
+            f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume and --load, or name another run"
+        )
     with pointer.open("rb") as file:
-        content = file.read(200)
-    name = content.decode(errors="backslashreplace").strip(" \t\r\n")
+        name = file.read(200).decode(errors="backslashreplace").strip()
     if not STEP_NAME.fullmatch(name):
         raise ConfigError(
-            f"{pointer} holds '{printable(name)}': it must name a checkpoint beside it, as step_00000050; write one of these "
-            f"into it: {', '.join(_whole_checkpoints(directory)) or 'there is none'}"
+            f"{pointer} holds '{printable(name)}': it must name a checkpoint beside it, as step_00000050; write the newest into it"
         )
     checkpoint = directory / name
     if not checkpoint.is_dir():
         raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
     return checkpoint
-
-
-def kind_of_checkpoint(folder: Path) -> str | None:
-    """What a folder is that holds other weights than the flag takes, and what to type; None for a folder of no known kind."""
-
-    def holds(*patterns: str) -> bool:
-        return any(any(folder.glob(pattern)) for pattern in patterns)
-
-    if holds("adapter_config.json"):
-        return "it is a LoRA adapter: merge it into its model (merge_and_unload of peft), and give that folder to --hf-checkpoint"
-    if holds("config.json"):
-        return f"it is a Hugging Face folder: type --hf-checkpoint {folder}, without --load and --resume"
-    if STEP_NAME.fullmatch(folder.name):
-        return f"it is one checkpoint of a run of `megatron-rl train`: type --load {folder.parent}, where `{LATEST}` names the step"
-    if holds(LATEST, f"*/{LATEST}"):
-        return f"it is a run of `megatron-rl train`: type --load {folder}, with the --hf-checkpoint that the run began with, if any"
-    if holds("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*", "*.distcp", "common.pt"):
-        return (
-            "it is a checkpoint of Megatron-LM: write it as a Hugging Face folder, in miles and slime with "
-            "tools/convert_torch_dist_to_hf.py, and give that folder to --hf-checkpoint"
-        )
-    return None
 
 
 def foreign_entries(directory: str | Path) -> list[str]:
@@ -187,16 +154,30 @@ def remove_checkpoints(directory: str | Path) -> None:
 def load_checkpoint(
     checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, *, description: dict[str, int]
 ) -> dict[str, Any]:
-    """Fills model and optimiser and returns the counters. Random states are restored only on the layout that saved them; on another
-    layout the run keeps its own.
+    """Fills model and optimiser and returns the counters. Other ranks than the saving ones may load it.
 
     Communication: as on_all_ranks and dist_checkpointing.
     Raises ConfigError, before any file is used, when the files are not as they were saved; also when they contain more than plain
     data, for another description, and when they cannot be loaded.
     """
-    _check_files(Path(checkpoint))
+    from megatron.core import dist_checkpointing
+
+    checkpoint = Path(checkpoint)
+    _check_files(checkpoint)
     with _plain_data_only():
-        return _load_checked(Path(checkpoint), model, optimizer, description)
+        with _readable(checkpoint), (checkpoint / METADATA).open("rb") as metadata:
+            _MetadataUnpickler(metadata).load()
+            saved = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        _check_description(checkpoint, saved, description)
+        _give_adam_a_state(optimizer)
+        model_state = _sharded_model_state(model)
+        of_optimizer = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=OPTIMIZER_FORMAT)
+        with _readable(checkpoint):
+            loaded = dist_checkpointing.load({"model": model_state, "optimizer": of_optimizer}, str(checkpoint))
+    model.module.load_state_dict(loaded["model"])
+    _load_optimizer(optimizer, loaded["optimizer"])
+    counters: dict[str, Any] = saved["counters"]
+    return counters
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:
@@ -235,54 +216,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if not is_dtype and name not in IN_METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
-
-
-def _load_checked(
-    checkpoint: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, description: dict[str, int]
-) -> dict[str, Any]:
-    from megatron.core import dist_checkpointing
-
-    saved = _load_common(checkpoint)
-    _check_description(checkpoint, saved["description"], description)
-    counters: dict[str, Any] = saved["counters"]
-    _give_adam_a_state(optimizer)
-    is_same_layout = (counters["world_size"], counters["layout"]) == (dist.get_world_size(), _layout())
-    model_state = _sharded_model_state(model)
-    state = {
-        "model": model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_optimizer_metadata()),
-    }
-    if is_same_layout:
-        state["random"] = _sharded_random_state(None)
-    now, then = len(getattr(optimizer, "chained_optimizers", [optimizer])), len(_parts_of_state(saved["optimizer"]))
-    if now != then and numbers_optimizer_states():
-        raise ConfigError(
-            f"{checkpoint} has the states of {then} optimisers and this run has {now}, because other ranks share the experts: "
-            "the installed Megatron-Core puts the optimiser's number into their names; use the --expert-model-parallel-size that "
-            "saved it, or install megatron-core 0.14 or later"
-        )
-    with _readable(checkpoint):
-        loaded = dist_checkpointing.load(state, str(checkpoint))
-    model.module.load_state_dict(loaded["model"])
-    _load_optimizer(optimizer, _grouped_as_now(optimizer, loaded["optimizer"], saved["optimizer"]))
-    if is_same_layout:
-        _set_random_state(loaded["random"]["state"])
-    return counters
-
-
-def _load_common(checkpoint: Path) -> dict[str, Any]:
-    """Loads counters and description, which every rank reads, after a look at .metadata. Raises ConfigError when they cannot be
-    read."""
-    from megatron.core import dist_checkpointing
-
-    with _readable(checkpoint):
-        with (checkpoint / METADATA).open("rb") as file:
-            _MetadataUnpickler(file).load()
-        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    missing = [name for name in ("counters", "description") if name not in common]
-    if missing:
-        raise ConfigError(f"{checkpoint} holds no {' and no '.join(missing)}: it is not a checkpoint of `megatron-rl train`")
-    return common
 
 
 @contextmanager
@@ -339,11 +272,14 @@ def _first_failure(error: BaseException) -> str:
     return printable(text if isinstance(error, RunError) else f"{type(error).__name__}: {text}")
 
 
-def _check_description(checkpoint: Path, saved: dict[str, int], wanted: dict[str, int]) -> None:
+def _check_description(checkpoint: Path, saved: dict[str, Any], wanted: dict[str, int]) -> None:
+    if "counters" not in saved or "description" not in saved:
+        raise ConfigError(f"{checkpoint} holds no counters and no description: it is not a checkpoint of `megatron-rl train`")
+    then = saved["description"]
     problems = [
-        f"{checkpoint} was saved with {flag} {saved.get(flag)}, this run has {value}: give it the same"
+        f"{checkpoint} was saved with {flag} {then.get(flag)}, this run has {value}: give it the same"
         for flag, value in wanted.items()
-        if saved.get(flag, 0) != value  # an earlier version has not recorded what its runs could not have
+        if then.get(flag) != value
     ]
     if problems:
         raise ConfigError(problems)
@@ -371,17 +307,9 @@ def _save_in_this_process(state: dict[str, Any], path: Path) -> None:
             module.mp = processes
 
 
-def _make_empty(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _whole_checkpoints(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if STEP_NAME.fullmatch(path.name))
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Every rank raises its error. Communication: as on_all_ranks."""
+    on_all_ranks(work if dist.get_rank() == 0 else lambda: None)
 
 
 def _replace_directory(final: Path, partial: Path) -> None:
@@ -401,28 +329,6 @@ def _sharded_model_state(model: DistributedDataParallel) -> dict[str, Any]:
         return whole
     shared: dict[str, Any] = model.module.sharded_state_dict(metadata={"dp_cp_group": process_group(resolve_groups().dp_cp)})
     return shared
-
-
-def _optimizer_metadata() -> dict[str, Any]:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    known = [name for name, load in RESHARDABLE_FORMATS.items() if hasattr(DistributedOptimizer, load)]
-    return {"distrib_optim_sharding_type": known[0], "chained_optim_avoid_prefix": True}
-
-
-def numbers_optimizer_states() -> bool:
-    """Whether the installed Megatron-Core names states by the place of their optimiser in a chain, whatever it is asked for."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-    class Part:
-        config, optimizer = None, SimpleNamespace(param_groups=[])
-
-        def sharded_state_dict(self, *positional: Any, **named: Any) -> dict[str, Any]:
-            return {"state": ShardedObject("state", None, (1,), (0,))}
-
-    found = ChainedOptimizer([Part(), Part()]).sharded_state_dict({}, metadata=_optimizer_metadata())
-    return any(part["state"].key != "state" for part in _parts_of_state(found))
 
 
 def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -454,96 +360,15 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     if not parts:
         optimizer.load_state_dict(state)
         return
-    for part, of_part in zip(parts, _parts_of_state(state), strict=True):
-        parameters, load = of_part.pop("param_state"), RESHARDABLE_FORMATS[of_part["param_state_sharding_type"]]
+    of_chain = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+    for part, of_part in zip(parts, of_chain or [state], strict=True):
+        parameters = of_part.pop("param_state")
         part.load_state_dict(of_part)
         states = part.optimizer.state.values()
         step_counts = [of_parameter.pop("step") for of_parameter in states]
-        getattr(part, load)(parameters)
+        part.load_parameter_state_from_fully_reshardable(parameters)
         for of_parameter, step_count in zip(states, step_counts, strict=True):
             of_parameter["step"] = step_count.clone()
-
-
-# What tells Megatron's groups of parameters apart, beside whether experts are spread over ranks, which is a matter of the layout.
-_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
-
-
-def _parts_of_state(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The states of the optimisers in a chain. Megatron makes one more for experts that are spread over ranks."""
-    chained = sorted(key for key in state if isinstance(key, int))
-    return [state[key] for key in chained] if chained else [state]
-
-
-def _grouped_as_now(optimizer: MegatronOptimizer, loaded: dict[Any, Any], saved: dict[Any, Any]) -> dict[Any, Any]:
-    """The loaded state with the groups of parameters that this layout has, where the saving one had others.
-
-    Moments are found by parameter. What a group holds besides (learning rate, decay, step) is the same in the groups of experts.
-    """
-    parts, parts_then = getattr(optimizer, "chained_optimizers", [optimizer]), _parts_of_state(saved)
-    if len(parts) == len(parts_then):
-        return loaded
-    loaded = {key: value for key, value in loaded.items() if isinstance(key, int) == (len(parts) > 1)}
-    groups_then = [group for part in parts_then for group in _inner(part)["param_groups"]]
-    by_key = {tuple(group[key] for key in _GROUP_KEYS): group for group in groups_then}
-    for part, state in zip(parts, _parts_of_state(loaded), strict=True):
-        for key, value in parts_then[0].items():  # what is no tensor is in the file by the place that it had then
-            state.setdefault(key, copy.deepcopy(value))
-        inner, first = _inner(state), _inner(parts_then[0])
-        # A distributed optimiser has no list of parameters in its groups.
-        given = [group for group in inner.get("param_groups", []) if "params" in group] or [{}] * len(part.param_groups)
-        inner["param_groups"] = [
-            by_key[tuple(now[key] for key in _GROUP_KEYS)]
-            | {name: group[name] for name, group in (("params", of_file), ("is_expert_parallel", now)) if name in group}
-            for now, of_file in zip(part.param_groups, given, strict=True)
-        ]
-        if "common_step" in first.get("state", {}):
-            inner["state"]["common_step"] = first["state"]["common_step"]
-    return loaded
-
-
-def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """torch's state inside the state of an optimiser of 16-bit parameters, or the state itself."""
-    inner: dict[str, Any] = state.get("optimizer", state)
-    return inner
-
-
-def _layout() -> list[int]:
-    from megatron.core import parallel_state
-
-    return [
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    ]
-
-
-def _random_state() -> dict[str, Any]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    state = {"python": random.getstate(), "torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _sharded_random_state(state: dict[str, Any] | None) -> dict[str, Any]:
-    """The random state as one object for each rank."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return {"state": ShardedObject("megatron_rl.random", state, (world_size,), (rank,), replica_id=0)}
 
 
 def _write_atomically(path: Path, text: str) -> None:

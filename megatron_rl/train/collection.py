@@ -33,20 +33,20 @@ from megatron_rl.train.rollouts import (
     SharedRollout,
     group_advantages,
 )
-from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
+from megatron_rl.train.sampling_filter import KeptTokens
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer
 
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
 # Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
 SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
-# Of a vocabulary id where a filter sorts whole rows: logits, twice, and sorted; ids; float64 masses and sums; flags.
+# Of a vocabulary id where top-p sorts whole rows: logits, twice, and sorted; ids; float64 masses and sums; flags.
 SORTED_BYTES = 3 * 4 + 8 + 3 * 8 + 4
 
 
 def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool, sorts_rows: bool = False) -> int:
     """How many samples are sampled at once: by the logits of their last positions, the activations of a layer in the longest
-    forward, the keys and values, and with sorts_rows what a filter needs of whole rows. The same on all ranks.
+    forward, the keys and values, and with sorts_rows what top-p needs of whole rows. The same on all ranks.
     Communication: an all-reduce of a number over all of them."""
     model, config, length = trainer.model, model_config_of(trainer.model), trainer.settings.max_sequence_length
     keeps_keys = can_cache(model) and not records_routes
@@ -70,18 +70,17 @@ class SampledRollouts:
     def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, samples_per_prompt: int):
         self._trainer, self._task, self._options = trainer, task, options
         self._samples_per_prompt = samples_per_prompt
-        is_replayed = options.router_replay == RouterReplay.ROLLOUT
-        self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
-        self._filter = SamplingFilter.of(options)
+        self._records_routes = options.router_replay == RouterReplay.ROLLOUT
+        self._keeps_ids = options.top_p < 1.0
         self._settings = SamplingSettings(
             max_new_tokens=task.max_new_tokens,
             end_tokens=task.end_tokens,
             temperature=trainer.config.policy_temperature,
             vocab_size=trainer.settings.vocab_size,
             rows_per_forward=rows_per_forward(
-                trainer, task.max_new_tokens, records_routes=self._records_routes, sorts_rows=self._filter.is_on
+                trainer, task.max_new_tokens, records_routes=self._records_routes, sorts_rows=self._keeps_ids
             ),
-            filter=self._filter,
+            top_p=options.top_p,
         )
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout:
@@ -97,7 +96,7 @@ class SampledRollouts:
         of_sample = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
         mine = [index for index in range(len(of_sample)) if self._dp_rank_of(index) == dp.rank()]
         recorder = self._trainer.route_recorder() if self._records_routes else None
-        kept = KeptTokens(len(mine)) if self._filter.is_on else None
+        kept = KeptTokens(len(mine)) if self._keeps_ids else None
         responses = self._trainer.sample(
             [of_sample[index].tokens for index in mine],
             mine,
@@ -133,6 +132,16 @@ class SampledRollouts:
             vocab_size=self._trainer.settings.vocab_size,
         )
         return SharedRollout(headers=headers, own=own)
+
+    def lines_about(self, rollout: SharedRollout, number: int) -> list[str]:
+        """A line about each of the first `number` samples that this rank holds: prompt, response and reward."""
+        index, lines = rollout.own.rollout_index, []
+        for sample in rollout.own.samples[:number]:
+            place = index * self._options.prompts_per_rollout + sample.index // self._samples_per_prompt
+            prompt = self._task.make_prompt(place, self._options.seed)
+            shown = self._task.shown(prompt, sample.tokens[len(prompt.tokens) :].tolist())
+            lines.append(f"rollout {index}, reward {sample.reward:.3f}: {shown[0]!r} -> {shown[1]!r}")
+        return lines
 
     def _dp_rank_of(self, index: int) -> int:
         """--docs-per-step deals whole prompt groups to the ranks; else they take samples in turn."""
@@ -172,7 +181,6 @@ class Evaluation:
             prompts_per_rollout=num_prompts,
             seed=options.seed + 1,
             router_replay=RouterReplay.NONE.value,
-            check_router_replay=False,
         )
         self._rollouts = SampledRollouts(trainer, task, plain, 1)
 
@@ -201,8 +209,8 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
         return f"--router-replay {options.router_replay}"
     if counts_kept_before(config):
         return f"--rejected-tokens {config.rejected_tokens}"
-    # The sampler is the trainer's own engine. With a filter it reports its log-probabilities itself.
-    if options.rollouts is None and needs_rollout_log_probs(config) and not SamplingFilter.of(options).is_on:
+    # The sampler is the trainer's own engine. With --top-p it reports its log-probabilities itself.
+    if options.rollouts is None and needs_rollout_log_probs(config) and options.top_p == 1.0:
         has_delta = config.off_policy_sequence_delta is not None
         return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
     return None

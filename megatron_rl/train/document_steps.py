@@ -39,11 +39,7 @@ class DocumentSteps:
 
     def __init__(self, trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig):
         self._options, self._dp = options, trainer.groups.dp
-        self._settings = AccumulationSettings.of(
-            config,
-            max_microbatches=options.max_microbatches,
-            microbatch_multiple=microbatch_multiple(trainer.model.config),
-        )
+        self._settings = AccumulationSettings.of(config, microbatch_multiple=microbatch_multiple(trainer.model.config))
         self._deal = Deal(self._dp.size(), options.micro_batch_size)
         self._group: Group | None = make_accumulation_group(self._dp, timeout=COLLECTIVE_TIMEOUT)
         self._file_steps: StepAccumulator | None = None

@@ -2,7 +2,7 @@
 
 A new token is one row of each layer, with a cache of keys and values. It is a forward of the whole sequence where a recorder of
 routes needs that, and where `can_cache` is False: layers of Transformer Engine, no rotary positions. Each forward runs the training
-schedule. No state is kept between calls. With top-p, top-k or min-p a token is drawn from the ids that the filter keeps of its row.
+schedule. No state is kept between calls. With top-p a token is drawn from the ids that it keeps of its row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import LOGITS, forward_only, recording
 from megatron_rl.megatron.routing import RouteRecorder
 from megatron_rl.train.key_value_cache import KeyValueCache, can_cache
-from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
+from megatron_rl.train.sampling_filter import KeptTokens, kept_by_top_p
 
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,7 +49,7 @@ class SamplingSettings:
     temperature: float
     vocab_size: int  # the true vocabulary: padded columns are never sampled
     rows_per_forward: int  # limits the memory of a forward
-    filter: SamplingFilter = SamplingFilter()
+    top_p: float = 1.0  # 1: every token is kept
 
 
 def sample_responses(
@@ -69,12 +69,12 @@ def sample_responses(
 
         token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
 
-    With a filter j is of the kept ids alone, which `kept` gets: the same noise, so that tokens stay where all are kept.
+    With top_p below 1 j is of the kept ids alone, which `kept` gets: the same noise, so that tokens stay where all are kept.
 
     Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
     forward, for its tokens.
     Communication per new token, besides the model's: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
-    of [B]; dp none, so ranks may have different numbers of samples. With a filter tp has one all-gather of the float32 logits,
+    of [B]; dp none, so ranks may have different numbers of samples. With top_p below 1 tp has one all-gather of the float32 logits,
     [B, V_tp], to sort whole rows, cp and pp have [4, B] float64 in the place of [B], and one more of all kept ids; the host waits
     twice. Where ranks share experts, dp has one all-reduce of a number,
     and a rank with fewer rows runs forwards whose tokens nobody reads. A recorder's is added once a forward; it gets the routes of
@@ -157,7 +157,7 @@ class _Drawn:
     """One new token of each row, the same on all ranks of tp, cp and pp."""
 
     tokens: list[int]  # [B]; -1 where the logits are not finite
-    kept: tuple[Tensor, list[int], list[float], list[float]] | None  # as KeptTokens.add takes them; None: no filter
+    kept: tuple[Tensor, list[int], list[float], list[float]] | None  # as KeptTokens.add takes them; None: top_p is 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +172,15 @@ class _Draw:
     is_own: Tensor  # [B] bool
 
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:  # [B, V_tp] float32
-        """([B] the tokens, None), with a filter ([4, B] float64 token, size, score, mass; [B, V] kept): 0 in rows of other ranks.
-        Communication: over tp, as sample_responses says."""
+        """([B] the tokens, None); with top_p below 1 ([4, B] float64 token, size, score and mass; [B, V] kept). 0 in rows of other
+        ranks. Communication: over tp, as sample_responses says."""
         tp, vocabulary = self.groups.tp, self.settings.vocab_size
         columns = torch.arange(rows.shape[1], device=rows.device) + tp.rank() * rows.shape[1]
         scaled = rows / self.settings.temperature
         scores, is_open, kept = scaled + self.noise(self.ids, self.positions, columns), columns < vocabulary, None
-        if self.settings.filter.is_on:
+        if self.settings.top_p < 1.0:
             whole = all_gather_stack(scaled, tp).transpose(0, 1).flatten(1)
-            kept = self.settings.filter.kept(whole[:, :vocabulary])
+            kept = kept_by_top_p(whole[:, :vocabulary], self.settings.top_p)
             is_open = is_open & kept[:, columns.clamp(max=vocabulary - 1)]
         best = torch.where(is_open, scores, -torch.inf).max(-1)
         # float64 holds a vocabulary id and a float32 score exactly: one all-gather for both.
@@ -199,9 +199,8 @@ class _Draw:
 
     def shared(self, chosen: tuple[Tensor, Tensor | None] | None) -> _Drawn:
         """What each rank hears; None: of a stage without logits. Communication: over cp and pp, as sample_responses says."""
-        cp, pp, device, is_filtered = self.groups.cp, self.groups.pp, self.ids.device, self.settings.filter.is_on
-        count = len(self.ids)
-        if not is_filtered:
+        cp, pp, device, count = self.groups.cp, self.groups.pp, self.ids.device, len(self.ids)
+        if self.settings.top_p == 1.0:
             empty = torch.zeros(count, dtype=torch.int64, device=device)
             return _Drawn(broadcast_from_last(empty if chosen is None else all_reduce_sum(chosen[0], cp), pp).tolist(), None)
         values = torch.zeros(4, count, dtype=torch.float64, device=device)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.json_values import read_json
-from megatron_rl.train.hf_checkpoint import MARKER
+from megatron_rl.train.hf_weights import MARKER
 from megatron_rl.train.writers import names_what_cannot_be_written
 
 PARTIAL, REPLACED = ".partial", ".replaced"

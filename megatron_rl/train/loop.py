@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from megatron_rl.config import EmptySteps, PolicyLossConfig
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
-from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
@@ -34,13 +34,13 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import save_rollouts, truncate_rollouts
+from megatron_rl.train.rollout_files import record_of, save_rollouts, truncate_rollouts
 from megatron_rl.train.rollouts import (
     Microbatches,
-    RolloutBatch,
+    Sample,
     SharedRollout,
     mean_reward,
     partition,
@@ -58,7 +58,6 @@ from megatron_rl.train.writers import (
     WITHOUT_SIGNAL,
     MetricsWriter,
     names_what_cannot_be_written,
-    weights_and_biases,
 )
 
 logger = logging.getLogger(__name__)
@@ -160,7 +159,7 @@ class TrainingRun:
     def run(self) -> Outcome:
         """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
-        if options.save_rollouts:  # done on all ranks before one of them appends to its part
+        if options.save_rollouts:
             kept = self._progress.num_rollouts
             on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
@@ -169,7 +168,7 @@ class TrainingRun:
             total = options.num_rollouts * options.steps_per_rollout
         with (
             StopSignals() as signals,
-            self._make_writer() as writer,
+            self._make_writer() if self._is_first_rank else contextlib.nullcontext() as self._writer,
             make_bar(total, self._progress.num_steps) if self._is_first_rank else contextlib.nullcontext() as self._bar,
             contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
@@ -177,30 +176,29 @@ class TrainingRun:
                 signals,
                 max_seconds=options.max_seconds,
                 target_reward=options.target_reward,
-                window=options.target_reward_window,
-                recent_rewards=list(self._start.recent_rewards),
+                recent_rewards=self._start.recent_rewards,
             )
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
             else:
                 steps = self._steps_of_rollouts()
-            reason = self._train(steps, stop, writer)
+            reason = self._train(steps, stop)
             checkpoint = self._save(stop)
         return Outcome(self._progress, reason, stop.exit_code, time.monotonic() - started, checkpoint)
 
-    def _train(self, steps: Iterator[TrainStep], stop: StopRule, writer: MetricsWriter) -> str:
+    def _train(self, steps: Iterator[TrainStep], stop: StopRule) -> str:
         """Takes the steps until they are all done or the rule stops the run, and says which."""
         progress, save_interval, limit = self._progress, self._options.save_interval, self._options.num_rollouts
         began = time.monotonic()
         for step in steps:
             metrics = self._step(step)
             if metrics is not None:
-                self._record(metrics, step.rollout, step.of_rollout, began, writer)
+                self._record(metrics, step.rollout, step.of_rollout, began)
             if step.may_be_last:
                 rollouts_before, progress.num_rollouts = progress.num_rollouts, step.rollout + 1
                 if stop.should_stop(step.of_rollout[REWARD]):
                     return stop.reason or ""
-                if save_interval and progress.num_rollouts // save_interval > rollouts_before // save_interval:
+                if progress.num_rollouts // save_interval > rollouts_before // save_interval:
                     self._save(stop)
             began = time.monotonic()
         is_cut = limit is not None and progress.num_rollouts >= limit
@@ -213,15 +211,27 @@ class TrainingRun:
             rollout = self._rollouts.get(progress.num_rollouts, policy_version=progress.num_steps)
             if rollout is None:
                 return
+            is_shown = options.show_samples and progress.num_rollouts % ROLLOUTS_BETWEEN_SAMPLES == 0
+            if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
+                self._show(self._rollouts.lines_about(rollout, options.show_samples))
             headers = rollout.headers
             reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
-            if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:
+            if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
             for number, (microbatches, num_documents) in enumerate(parts, 1):
                 yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
+
+    def _show(self, lines: list[str]) -> None:
+        """On the terminal, beside the bar, and in SAMPLES_FILE."""
+        say = partial(print if self._bar is None else self._bar.write, file=sys.stderr)
+        path = self._output_dir / SAMPLES_FILE
+        with names_what_cannot_be_written(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            for line in lines:
+                print(line, file=file)
+                say(line)
 
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
@@ -256,15 +266,23 @@ class TrainingRun:
         steps = [*unmeasured, *(with_old_log_probs(self._trainer, of_step) for of_step in steps[len(unmeasured) :])]
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
-            on_all_ranks(partial(self._save_rollout, rollout.part(samples), options.save_rollouts))
+            self._save_rollout(rollout, samples, options.save_rollouts)
         return list(zip(steps, num_documents, strict=True))
 
-    def _save_rollout(self, own: RolloutBatch, path: str) -> None:
-        """On the first rank of each model replica. Some data-parallel ranks may have no sample, and no part then."""
+    def _save_rollout(self, rollout: SharedRollout, samples: list[Sample], path: str) -> None:
+        """The first rank writes the samples of all data-parallel ranks, in the rollout's order. Communication: on_all_ranks'."""
         groups = self._trainer.groups
-        if own.samples and groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
+        is_given = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+        own = dataclasses.replace(rollout.own, samples=samples if is_given else [])
+        records = [record for of_rank in on_all_ranks(lambda: record_of(own)["samples"]) for record in of_rank]
+
+        def write() -> None:
+            of_index = {record["index"]: Sample(**record) for record in records}
+            whole = [of_index[header.index] for header in rollout.headers]
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
-                save_rollouts(path, dataclasses.replace(own, run_id=self._run_id), groups.dp.rank())
+                save_rollouts(path, dataclasses.replace(own, samples=whole, run_id=self._run_id))
+
+        on_all_ranks(write if self._is_first_rank else lambda: None)
 
     def _step(self, step: TrainStep) -> dict[str, float] | None:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
@@ -293,7 +311,7 @@ class TrainingRun:
                 logger.warning(f"rollout {step.rollout}: a step is skipped ({number}): {error}")
             return None
 
-    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float, writer) -> None:
+    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""
         progress, seconds, reward = self._progress, time.monotonic() - began, of_rollout[REWARD]
         if progress.first_reward is None:
@@ -316,26 +334,18 @@ class TrainingRun:
         }
         if self._config.empty_step == EmptySteps.SKIP:
             row[SKIPPED_STEPS] = progress.skipped_steps
-        writer.write(progress.num_steps, row)
+        if self._writer is not None:
+            self._writer.write(progress.num_steps, row)
         if self._bar is not None:
             self._bar.set_postfix_str(describe(row), refresh=False)
             self._bar.update()
         self._watchdog.look(progress.num_steps, row)
 
     def _make_writer(self) -> MetricsWriter:
-        options = self._options
-        own = options.metrics_writer if self._is_first_rank else None
-        writers = [] if own is None else [import_dotted(own, "--metrics-writer")(self._output_dir)]
-        if options.wandb_project is not None and self._is_first_rank:
-            writers.append(weights_and_biases(options.wandb_project, self._output_dir, settings_of(options, self._config)))
-        return MetricsWriter(
-            self._output_dir,
-            options.tensorboard,
-            self._is_first_rank,
-            self._start.step,
-            x_axis=options.x_axis,
-            writers=writers,
-        )
+        options, wandb = self._options, None
+        if options.wandb_project is not None:
+            wandb = {"project": options.wandb_project, "config": settings_of(options, self._config)}
+        return MetricsWriter(self._output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
 
     def _save(self, stop: StopRule) -> Path | None:
         """Saves a checkpoint of this state, unless it was saved last or nothing has been trained."""

@@ -17,22 +17,18 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    PolicyMetrics,
-    RouterReplay,
     SupportUse,
     TermScore,
 )
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
-from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
-from megatron_rl.train.sampling_filter import SamplingFilter
+from megatron_rl.train.rollout_files import recorded_group_size
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
@@ -42,7 +38,7 @@ from megatron_rl.validation.checks import problems_of
 LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
 # What --hf-checkpoint decides.
 OF_THE_FOLDER = (
-    *("task", "vocab_size", "end_token", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
+    *("task", "vocab_size", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
     *("moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers"),
 )
 DIVISIONS = (
@@ -141,11 +137,6 @@ def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> It
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
         yield f"--save-hf {save_hf} holds files already: name a new folder"
-    if os.path.isdir(hf_checkpoint):
-        try:
-            copied_files(Path(hf_checkpoint))
-        except ConfigError as error:
-            yield from error.problems
 
 
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:
@@ -165,8 +156,8 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         vocab_size=model.vocab_size,
-        num_experts=model.num_experts or None,
-        moe_router_topk=model.experts_per_token or options.moe_router_topk,
+        num_experts=None if model.experts is None else model.experts.count,
+        moe_router_topk=options.moe_router_topk if model.experts is None else model.experts.per_token,
     )
 
 
@@ -197,8 +188,12 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
-    if options.wandb_project is not None and find_spec("wandb") is None:
-        yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
+    if options.wandb_project is None:
+        return
+    if missing := [name for name in ("wandb", "tensorboard") if find_spec(name) is None]:
+        yield f"--wandb-project {options.wandb_project} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+    if not options.tensorboard:
+        yield f"--wandb-project {options.wandb_project} sends the events of TensorBoard: remove --no-tensorboard"
 
 
 def meaning_of(option: dataclasses.Field[Any]) -> str:
@@ -233,13 +228,7 @@ def check_needs(options: TrainLaunch) -> Iterator[str]:
 
 
 def check_task(options: TrainOptions) -> Iterator[str]:
-    yield from task_problems(
-        options.task,
-        prompts=options.prompts,
-        reward=options.reward,
-        max_new_tokens=options.max_new_tokens,
-        end_token=options.end_token,
-    )
+    yield from task_problems(options.task, prompts=options.prompts, reward=options.reward, max_new_tokens=options.max_new_tokens)
 
 
 def check_divisions(options: TrainOptions) -> Iterator[str]:
@@ -264,13 +253,9 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
 
 
-def check_router_replay(options: TrainLaunch) -> Iterator[str]:
-    replays, metrics = options.router_replay != RouterReplay.NONE, options.settings["policy_metrics"]
-    if options.num_experts is not None and options.check_router_replay and not replays and metrics == PolicyMetrics.NONE:
-        yield (
-            f"--check-router-replay with --policy-metrics {metrics} and without --router-replay has no effect: it would only "
-            "measure policy/route_agreement; remove one of them, or choose --router-replay rollout"
-        )
+def check_show_samples(options: TrainOptions) -> Iterator[str]:
+    if options.show_samples and options.rollouts is not None:
+        yield f"--show-samples {options.show_samples} has no effect with --rollouts, where nothing is sampled: remove it"
 
 
 def check_steps(options: TrainOptions) -> Iterator[str]:
@@ -310,28 +295,24 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
 
 
 def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
-    settings = options.settings
-    given = [f"{flag_of(name)} {value}" for name, value in SamplingFilter.of(options).on.items()]
-    typed = " ".join(given)
+    settings, is_on = options.settings, options.top_p != 1.0
+    typed = f"--top-p {options.top_p}"
     if options.rollouts is not None:
-        for one in given:
-            yield f"{one} has no effect with --rollouts, where nothing is sampled: remove it; kept_ids of the file are replayed"
+        if is_on:
+            yield f"{typed} has no effect with --rollouts, where nothing is sampled: remove it; kept_ids of the file are replayed"
         return
-    if given and settings["sampling_support"] == SupportUse.REFUSE:
+    if is_on and settings["sampling_support"] == SupportUse.REFUSE:
         yield (
             f"{typed} with --sampling-support refuse: the sampler keeps a part of the vocabulary, and without the kept ids every "
             "ratio is off by their mass; remove one of them"
         )
     of_kept = {"sampling_support": SupportUse.REPLAY, "kl_score": TermScore.SUPPORT, "entropy_score": TermScore.SUPPORT}
     for name, value in of_kept.items():
-        if not given and settings[name] == value:
-            yield (
-                f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, --top-k or "
-                "--min-p, or remove it"
-            )
+        if not is_on and settings[name] == value:
+            yield f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, or remove it"
     estimator = KL_ESTIMATORS.find_or_none(settings["kl_estimator"] or DEFAULT_KL_ESTIMATOR)
     is_full = settings["kl_score"] in (None, TermScore.FULL)
-    if given and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
+    if is_on and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
         yield (
             f"{typed} with --kl-estimator {estimator.name}: it multiplies the KL term by the importance ratio, which is over the "
             "kept ids, and the term would be over the whole vocabulary; add --kl-score support, or choose another estimator"
@@ -374,16 +355,8 @@ def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
-    if options.metrics_writer is not None:
-        try:
-            import_dotted(options.metrics_writer, "--metrics-writer")
-        except ConfigError as error:
-            yield str(error)
-
-
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is not None and not existing_parts(options.rollouts):
+    if options.rollouts is not None and not os.path.isfile(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
     if options.save_rollouts is None:
         return
@@ -393,9 +366,9 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
     elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
-    elif existing_parts(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
+    elif os.path.isfile(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
         yield (
-            f"--save-rollouts {existing_parts(options.save_rollouts)[0]} exists: two runs in one file cannot be replayed; give "
+            f"--save-rollouts {options.save_rollouts} exists: two runs in one file cannot be replayed; give "
             "another name, or --overwrite or --resume"
         )
 
@@ -431,14 +404,13 @@ RULES = (
     check_divisions,
     check_head_width,
     check_experts,
-    check_router_replay,
+    check_show_samples,
     check_steps,
     check_advantage_normalization,
     check_corrections,
     check_sampling_filter,
     check_token_selection,
     check_docs_per_step,
-    check_metrics_writer,
     check_rollout_files,
     check_world_size,
     check_start,

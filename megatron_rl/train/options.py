@@ -23,7 +23,6 @@ from megatron_rl.config import (
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.tasks import BUILT_IN_TASKS
-from megatron_rl.train.writers import X_AXES
 from megatron_rl.validation import flag_of
 
 # In --output-dir, beside metrics.jsonl and the lock.
@@ -31,10 +30,12 @@ CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
 RUN_FILE = "run.json"
+SAMPLES_FILE = "samples.txt"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
 DEFAULT_STEPS_PER_ROLLOUT = 2
+ROLLOUTS_BETWEEN_SAMPLES = 10
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
 _DEMO: dict[str, Any] = {
     "task": "tally",
@@ -45,7 +46,6 @@ _DEMO: dict[str, Any] = {
     "lr": 1e-3,
     "num_rollouts": 140,
     "target_reward": 0.97,
-    "target_reward_window": 5,
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": _DEMO,
@@ -55,7 +55,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 128,
         "moe_aux_loss_coeff": 1e-3,
         "router_aux_loss": RouterAuxLoss.EXACT.value,
-        "check_router_replay": True,
     },
 }
 
@@ -97,7 +96,7 @@ class ModelOptions:
 
     hf_checkpoint: str | None = flag(
         None,
-        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
+        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Mistral, Qwen2 or Qwen3.",
     )
     num_layers: int = count(2, "Transformer layers.")
     hidden_size: int = count(64, "Width of the transformer.")
@@ -152,7 +151,6 @@ class RolloutOptions:
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
-    end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     advantage_normalization: str = flag(
@@ -163,19 +161,9 @@ class RolloutOptions:
     )
     top_p: float = flag(
         1.0,
-        "Sample from the fewest most probable tokens whose mass reaches this; as --top-k and --min-p, after the temperature. The "
+        "Sample from the fewest most probable tokens whose mass reaches this, after the temperature. The "
         "kept ids are recorded, and all log-probabilities of the loss are over them (--sampling-support replay).",
         must=Range("above 0 and at most 1; 1 turns it off", lambda value: 0 < value <= 1),
-    )
-    top_k: int = flag(
-        -1,
-        "Sample from as many most probable tokens, before --top-p; -1 turns it off.",
-        must=Range("at least 1, or -1, which turns it off", lambda value: value >= 1 or value == -1),
-    )
-    min_p: float = flag(
-        0.0,
-        "Sample from tokens that are at least this times as probable as the most probable one, after --top-p; 0 turns it off.",
-        must=Range("at least 0 and at most 1; 0 turns it off", lambda value: 0 <= value <= 1),
     )
     seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
     rollouts: str | None = flag(None, "Train on recorded rollouts of --save-rollouts instead.")
@@ -183,14 +171,9 @@ class RolloutOptions:
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): what "
-        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too.",
+        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too. Each step "
+        "compares what routers used with what was replayed.",
         choices=tuple(kind.value for kind in RouterReplay),
-        needs=OF_ROUTERS,
-    )
-    check_router_replay: bool = flag(
-        False,
-        "Compare the experts of each micro-batch and layer in training with the replayed ones, and stop where they differ; "
-        "without replay measure the share of tokens that go to the sampler's experts.",
         needs=OF_ROUTERS,
     )
 
@@ -224,11 +207,6 @@ class StepOptions:
     micro_batch_size: int | None = count(
         None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
     )
-    max_microbatches: int | None = count(
-        None,
-        "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.",
-        needs=("docs_per_step", "it bounds the steps of that flag"),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +214,9 @@ class SavingOptions:
     """Where the run keeps its files, and which run it goes on with."""
 
     output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
-    save_interval: int | None = count(50, "Rollouts between two checkpoints; one is saved at the end too.")
+    save_interval: int = count(
+        50, "Rollouts between two checkpoints, and between two evaluations on --eval-prompts; one is saved at the end too."
+    )
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
     load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
     overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
@@ -253,17 +233,11 @@ class WatchingOptions:
 
     eval_prompts: str | None = flag(
         None,
-        "Prompts that are not trained on, as --prompts; their mean reward and length are reported.",
+        "Prompts that are not trained on, as --prompts; their mean reward and length are reported every --save-interval rollouts.",
         needs=("prompts", "they are evaluated by the same reward"),
     )
-    eval_interval: int = count(
-        20, "Rollouts between two evaluations on --eval-prompts.", needs=("eval_prompts", "there is nothing to evaluate")
-    )
     target_reward: float | None = flag(
-        None, "Stop when the mean reward of the last rollouts is at least this.", must=Range("finite", lambda value: True)
-    )
-    target_reward_window: int = count(
-        5, "Rollouts that --target-reward averages over.", needs=("target_reward", "there is no mean to reach")
+        None, "Stop when the mean reward of the last 5 rollouts is at least this.", must=Range("finite", lambda value: True)
     )
     max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
 
@@ -273,12 +247,10 @@ class OutputOptions:
     """How the metrics are shown and to whom they are sent."""
 
     tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
-    x_axis: str = flag("step", "What TensorBoard, --metrics-writer and the picture are drawn against.", choices=tuple(X_AXES))
-    metrics_writer: str | None = flag(
-        None, "Your own writer, module.function, called as fn(output_dir); what it returns has add_scalar or log."
+    wandb_project: str | None = flag(None, "Send TensorBoard's events to this project of Weights & Biases too; needs wandb.")
+    show_samples: int = not_negative(
+        0, f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}."
     )
-    wandb_project: str | None = flag(None, "Write the metrics to this project of Weights & Biases too; needs wandb.")
-    plot: bool = flag(True, "Write the curves as a picture; on by default.")
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
 
 

@@ -13,14 +13,14 @@ from filelock import FileLock, Timeout
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.files.json_values import read_saved
 from megatron_rl.train import checkpoints
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, PLOT_FILE, RUN_FILE, VOCABULARY_FILE, TrainOptions
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, PLOT_FILE, RUN_FILE, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
 
 LOCK_FILE = "run.lock"
 # What a run itself writes into its folder.
-OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
+OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE, SAMPLES_FILE)
 
 
 def check_start(options: TrainOptions) -> Iterator[str]:
@@ -111,7 +111,8 @@ def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | Non
     with names_what_cannot_be_written(output_dir):
         if not goes_on(options):
             checkpoints.remove_checkpoints(output_dir / CHECKPOINT_DIRECTORY)
-            (output_dir / METRICS_FILE).unlink(missing_ok=True)
+            for name in (METRICS_FILE, SAMPLES_FILE):
+                (output_dir / name).unlink(missing_ok=True)
         elif resume_step is not None:
             lines = missing_rows(output_dir / METRICS_FILE, resume_step)
         if not (goes_on(options) and (output_dir / RUN_FILE).exists()):

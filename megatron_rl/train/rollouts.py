@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
 DEVIATION_FLOOR = 1e-6
-# Digests travel as int64.
-DIGEST_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,15 +95,15 @@ class Sample:
             values = getattr(self, name)
             if isinstance(values, list):
                 object.__setattr__(self, name, torch.tensor(values, dtype=getattr(torch, dtype)))
-        if isinstance(self.kept_ids, list | dict):
-            from megatron_rl.train.kept_ids import read_kept_ids
+        if isinstance(self.kept_ids, list):
+            from megatron_rl.layout.sampling_support import SamplingSupport
 
-            object.__setattr__(self, "kept_ids", read_kept_ids(self.kept_ids))
+            object.__setattr__(self, "kept_ids", SamplingSupport.from_lists(self.kept_ids))
 
 
 class InGroup(Protocol):
     @property
-    def prompt_id(self) -> str | int: ...
+    def prompt_id(self) -> str: ...
 
     @property
     def rollout_id(self) -> str | int | None: ...
@@ -129,10 +126,6 @@ class RolloutBatch:
     """0 for the first rollout of a run."""
     vocab_size: int | None = None
     """Of the policy that the tokens are for; None: not recorded."""
-    num_parts: int = 1
-    """The files over which --save-rollouts spread the rollout, one a data-parallel rank."""
-    digest: int | None = None
-    """Of the headers of all its samples, in each of several parts; None: a whole rollout, or not recorded."""
     run_id: str | None = None
     """Of the run that wrote it; None: not recorded."""
 
@@ -141,15 +134,14 @@ class RolloutBatch:
 class SampleHeader:
     """What every rank knows of a sample. Its tokens are on its data-parallel rank alone."""
 
-    prompt_id: str | int
-    """A name, or its digest: equal for the samples of one prompt."""
+    prompt_id: str
     index: int
     response_length: int
     reward: float
     advantage: float
     dp_rank: int
     rollout_id: str | int | None = None
-    """A name, or its digest; None: the sample is a rollout."""
+    """None: the sample is a rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,15 +172,6 @@ class SharedRollout:
         ]
         own = [sample for sample in batch.samples if rank_of[sample.index] == dp_rank]
         return cls(headers=headers, own=dataclasses.replace(batch, samples=own))
-
-    def part(self, samples: Sequence[Sample]) -> RolloutBatch:
-        """What this rank writes: `samples`, its own as measured, and what tells the parts of this rollout from another's."""
-        num_parts = len({header.dp_rank for header in self.headers})
-        digest = None
-        if num_parts > 1:
-            of_headers = hashlib.blake2b(repr(self.headers).encode(), digest_size=8).digest()
-            digest = int.from_bytes(of_headers, "big") % DIGEST_LIMIT
-        return dataclasses.replace(self.own, samples=list(samples), num_parts=num_parts, digest=digest)
 
 
 def group_advantages(
@@ -236,7 +219,7 @@ def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
 
 def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     """The samples of each prompt, in the order of their first samples."""
-    groups: dict[str | int, list[AnySample]] = {}
+    groups: dict[str, list[AnySample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())

@@ -27,14 +27,13 @@ from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
 from megatron_rl.train.document_steps import size_of_steps
-from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
 from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, run_id_of, take_output_dir
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
-from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
@@ -70,8 +69,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
             on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
         if export is not None:
             on_first_rank(export.try_to_write)
-        lines = [] if settings.hf_model is None else settings.hf_model.notes
-        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
+        lines = changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         on_start()
@@ -127,7 +125,7 @@ def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
 def rollouts_of(trainer: PolicyTrainer, task: Task, options: TrainOptions, *, first: int) -> SampledRollouts | ReplayedRollouts:
     """Those of --rollouts from index `first` on, or such as the policy samples."""
     if options.rollouts:
-        return ReplayedRollouts(options.rollouts, ReplayRules.of(options, trainer), first=first, dp_group=trainer.groups.dp)
+        return ReplayedRollouts(options, trainer, first=first)
     if trainer.config.samples_per_prompt is None:
         raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
     return SampledRollouts(trainer, task, options, trainer.config.samples_per_prompt)
@@ -167,9 +165,8 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     if not options.rollouts:
         is_divided = options.advantage_normalization == AdvantageNormalization.STD
         samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
-    filters = SamplingFilter.of(options)
-    if filters.is_on:
-        samples += f", {filters.in_words()}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
+    if options.top_p < 1.0:
+        samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
     reader = reader_of_old_log_probs(options, config)
     if reader is not None:
         samples += f", old log-probabilities of the first step measured for {reader}"

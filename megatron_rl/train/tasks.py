@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.hf_tokenizer import HFTokenizer
@@ -43,6 +43,9 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The reward of the sampled tokens, end token included. A built-in task's is the share of correct tokens."""
 
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
+        """Both as a person reads them: text where the task has it, else token ids."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
@@ -76,6 +79,9 @@ class BuiltInTask:
         symbols = [self.smallest_symbol + number % (self.num_symbols - self.smallest_symbol) for number in numbers]
         record = {"answer": self.answer(symbols)}
         return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, *symbols], record=record)
+
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[list[int], list[int]]:
+        return prompt.tokens, response
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The tokens that are right at their place, divided by the longer of response and answer."""
@@ -119,7 +125,6 @@ def make_task(
     prompts: str | Path | None = None,
     reward: str | None = None,
     max_new_tokens: int | None = None,
-    end_token: int | None = None,
     hf_checkpoint: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> Task:
@@ -129,7 +134,7 @@ def make_task(
 
     Raises: ConfigError for what was asked for, DataError for what the prompts file holds.
     """
-    problems = list(task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens, end_token=end_token))
+    problems = list(task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens))
     if problems:
         raise ConfigError(problems)
     reward_function = None if reward is None else import_reward(reward)
@@ -139,7 +144,6 @@ def make_task(
             prompts,
             reward_function,
             max_new_tokens=max_new_tokens,
-            end_token=end_token,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
         )
@@ -153,7 +157,6 @@ def task_problems(
     prompts: str | Path | None,
     reward: str | None,
     max_new_tokens: int | None,
-    end_token: int | None,
 ) -> list[str]:
     """Each problem of the flags that name a task, one line each. Nothing is read or imported."""
     problems = []
@@ -163,9 +166,8 @@ def task_problems(
             "and --reward module.function"
         )
     if prompts is None:
-        for flag, value in (("--max-new-tokens", max_new_tokens), ("--end-token", end_token)):
-            if value is not None:
-                problems.append(f"{flag} {value} works with --prompts alone: a built-in task has its own")
+        if max_new_tokens is not None:
+            problems.append(f"--max-new-tokens {max_new_tokens} works with --prompts alone: a built-in task has its own")
         return problems
     if name is not None:
         problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")
@@ -175,6 +177,4 @@ def task_problems(
         problems.append(f"--prompts {prompts}: there is no such file")
     if max_new_tokens is not None and max_new_tokens < 1:
         problems.append(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    if end_token is not None and end_token < 0:
-        problems.append(f"--end-token {end_token} must be a token id, at least 0")
     return problems

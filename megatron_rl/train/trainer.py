@@ -23,7 +23,7 @@ from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_bat
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.kept_tokens import step_factor_of_kept, sum_over_step
-from megatron_rl.megatron.model import build_gpt_model, in_half_precision, transformer_config, transformer_engine_problem
+from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
@@ -45,8 +45,8 @@ from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
-from megatron_rl.train.hf_checkpoint import build_hf_model, save_hf_checkpoint
 from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import build_hf_model, save_hf_checkpoint
 from megatron_rl.train.sampling_filter import KeptTokens
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ class TrainerSettings:
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
     router_replay: str = RouterReplay.NONE
-    check_router_replay: bool = False
 
 
 class PolicyTrainer:
@@ -93,6 +92,7 @@ class PolicyTrainer:
         """Builds model, DDP and optimiser, and probes the schedule. Raises ConfigError where a step would have a wrong scale."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
 
         check_backend(config.policy_loss_backend, device)
         self.settings, self.config, self.device = settings, config, device
@@ -113,7 +113,7 @@ class PolicyTrainer:
         self.probe: ProbeResult = probe_schedule(ddp_config=ddp_config)
         bare = self._build()
         check_routers(config.router_aux_loss, bare, self._model_config, is_packed=settings.packed)
-        wrapped = in_half_precision(bare) if settings.bf16 else bare
+        wrapped = Float16Module(self._model_config, bare) if settings.bf16 else bare
         self.model = DistributedDataParallel(self._model_config, ddp_config, wrapped)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -218,8 +218,8 @@ class PolicyTrainer:
         for the check of routes.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError for an unmasked token that is not finite, and with check_router_replay where a router did not use
-        the replayed routes, before the optimiser changes a weight.
+        policy/*. Raises DataError for an unmasked token that is not finite, and where a router did not use the replayed routes,
+        before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -254,7 +254,7 @@ class PolicyTrainer:
                 micro_batch_size=batches[0].tokens.shape[0],
                 forward_only=False,
             )
-        if self.settings.check_router_replay and context.replays_routes:
+        if context.replays_routes:
             on_all_ranks(checker.raise_first)
         reports = self._forward_step.take_reports()
         check_finite(reports)
@@ -311,8 +311,11 @@ class PolicyTrainer:
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
         description = {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
-        numbers = {"--num-experts": self.settings.experts.get("num_moe_experts"), "--mtp-num-layers": self.settings.mtp_num_layers}
-        return description | {name: number or 0 for name, number in numbers.items()}
+        description["--num-experts"] = self._model_config.num_moe_experts or 0
+        description["--mtp-num-layers"] = self.settings.mtp_num_layers or 0
+        # Megatron has one more optimiser where experts are spread over ranks, and saves it apart.
+        description["--expert-model-parallel-size"] = self._model_config.expert_model_parallel_size
+        return description
 
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
@@ -349,8 +352,10 @@ class PolicyTrainer:
 
     def _build_reference(self) -> nn.Module:
         """The reference policy: the initial weights, of the seed or of --hf-checkpoint."""
+        from megatron.core.transformer.module import Float16Module
+
         model = self._build().requires_grad_(False)
-        return in_half_precision(model) if self.settings.bf16 else model
+        return Float16Module(self._model_config, model) if self.settings.bf16 else model
 
     def _row_length(self, lengths: Sequence[int]) -> int:
         multiple = self.groups.tp.size() if self.settings.sequence_parallel else 1

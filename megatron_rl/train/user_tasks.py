@@ -109,14 +109,14 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The user's function sees the response up to an end token, as text where the prompt is text or messages."""
-        return call_reward(self.reward_function, prompt, prompt.record["prompt"], self._shown(prompt, response))
+        return call_reward(self.reward_function, prompt, *self.shown(prompt, response))
 
-    def _shown(self, prompt: Prompt, response: list[int]) -> Any:
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
+        """What the user's function sees: the response up to an end token, as text where the prompt is text or messages."""
         ends = [place for place, token in enumerate(response) if token in self.end_tokens]
         response = response[: ends[0]] if ends else response
         has_ids = self.vocabulary is None or _is_token_list(prompt.record["prompt"])
-        return response if has_ids or self.vocabulary is None else self.vocabulary.decode(response)
+        return prompt.record["prompt"], response if has_ids or self.vocabulary is None else self.vocabulary.decode(response)
 
 
 def import_reward(path: str) -> RewardFunction:
@@ -167,7 +167,6 @@ def read_prompt_file(
     reward_function: RewardFunction,
     *,
     max_new_tokens: int | None = None,
-    end_token: int | None = None,
     tokenizer: HFTokenizer | None = None,
     vocab_size: int | None = None,
 ) -> PromptFileTask:
@@ -176,8 +175,8 @@ def read_prompt_file(
     tokenizer: the prompts are text or lists of messages for it, or its token ids; vocab_size is then the model's.
 
     Text: the vocabulary holds every character of the file's values, numbers as they are written, without prompt_id, and an
-    end token. Token ids: it goes up to the largest id of prompts, of lists named `answer` and of end_token; --vocab-size
-    may be larger.
+    end token. Token ids: it goes up to the largest id of prompts and of lists named `answer`, and no token ends a
+    response; --vocab-size may be larger.
     """
     records = list(_read_records(Path(path), takes_messages=tokenizer is not None))
     prompts = [record["prompt"] for _, record in records]
@@ -188,15 +187,11 @@ def read_prompt_file(
         tokenizer.check_model(vocab_size)
         end_tokens = tokenizer.end_tokens
     elif isinstance(prompts[0], str):
-        if end_token is not None:
-            raise ConfigError(f"--end-token {end_token}: text prompts have an end token of their own; drop the flag")
         vocabulary = CharacterVocabulary.of_texts(text for _, record in records for text in _texts(record))
         vocab_size, end_tokens = vocabulary.end_token + 1, (vocabulary.end_token,)
     else:
         answers = [answer for _, record in records if _is_token_list(answer := record.get("answer"))]
-        largest = max(token for tokens in prompts + answers for token in tokens)
-        vocab_size = 1 + (largest if end_token is None else max(largest, end_token))
-        end_tokens = () if end_token is None else (end_token,)
+        vocab_size, end_tokens = 1 + max(token for tokens in prompts + answers for token in tokens), ()
     return PromptFileTask(
         prompts=tuple(
             Prompt(

@@ -171,9 +171,9 @@ def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[tupl
         yield (
             "no_signal",
             f"every advantage was 0 in {SILENT_STEPS} steps, because all samples of a prompt had equal rewards, and the gradient "
-            f"of the policy is 0 (reward {reward:.3f}, best of the run {best:.3f}): look at the responses; if they are all alike, "
-            "start again with a lower --lr; if the reward cannot tell them apart, give one with partial credit, easier --prompts "
-            "or more --samples-per-prompt",
+            f"of the policy is 0 (reward {reward:.3f}, best of the run {best:.3f}): look at the responses (--resume --show-samples "
+            "8); if they are all alike, start again with a lower --lr; if the reward cannot tell them apart, give one with partial "
+            "credit, easier --prompts or more --samples-per-prompt",
         )
 
 
