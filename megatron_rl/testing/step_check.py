@@ -676,5 +676,5 @@ class _Mistakes:
         none = {"importance_correction": NO_CORRECTION, "off_policy_sequence_delta": None}
         yield _Alternative("the correction is missing", "pass correction= and rollout_log_probs= to the loss", none)
         for name in (name for name in CLIPS if name != config.policy_loss):
-            loss = {"policy_loss": name, "clip_ratio_low": None, "clip_ratio_high": None, "loss_parameters": {}}
-            yield _Alternative(f"the loss is {name}", f"compute {config.policy_loss}", loss)
+            other: dict[str, Any] = {"policy_loss": name, "clip_ratio_low": None, "clip_ratio_high": None, "loss_parameters": {}}
+            yield _Alternative(f"the loss is {name}", f"compute {config.policy_loss}", other)
