@@ -127,7 +127,7 @@ def changed(folder, tmp_path, settings, tensors=None):
 
     config = json.loads((folder / "config.json").read_text())
     if {"rope_theta", "rope_scaling"} & set(settings):
-        del config["rope_parameters"]
+        config.pop("rope_parameters", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, **settings}))
     weights = load_file(folder / "model.safetensors")
     save_file((tensors or (lambda known: known))(weights), tmp_path / "model.safetensors")
