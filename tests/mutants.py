@@ -126,7 +126,7 @@ JUDGES = {
     "train/stopping.py": "stopping | train_loop",
     "testing/": "layouts step_check | step_mistakes",
     "testing/comparison.py": "layouts step_check | selftest",
-    "testing/losses_by_hand.py": "loss_hub term_contract layouts | selftest_losses",
+    "testing/oracle.py": "golden_losses generated_steps",
     "testing/reference.py": "layouts step_check | selftest",
     "testing/loss_": "loss_hub | pytest_plugin",
     "testing/step_": "step_check | step_mistakes",

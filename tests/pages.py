@@ -23,7 +23,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import api_page
-import bias_tables
 import kernel_tables
 import page_outputs as outputs
 import refused_calls
@@ -165,7 +164,6 @@ def of_corrections() -> str:
     rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
     text = with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
     tables = {"<!-- table: bounds -->": rows_of_bounds(), "<!-- table: KL estimators -->": rows_of_estimators()}
-    tables |= {f"<!-- table: {name} -->": rows for name, rows in bias_tables.tables().items()}
     return with_tables(text, tables)
 
 

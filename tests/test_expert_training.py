@@ -87,16 +87,16 @@ def test_experts_that_do_not_fit_are_refused_by_name(options, message):
 
 
 def test_ranks_hold_whole_groups_of_experts():
-    options = TrainOptions(num_experts=4, **{EP: 2, ETP: 2})
+    options = TrainOptions(num_experts=4, **{EP: 2, cases.TP: 2})
     said = [*check_world_size(TrainLaunch.of(options, {}, world_size=2))]
-    assert any("2 ranks do not hold the experts in groups of 4" in text for text in said)
+    assert any("2 ranks do not hold the experts in groups of 4 (tensor 2 x expert 2 x pipeline 1)" in text for text in said)
     assert not list(check_world_size(TrainLaunch.of(options, {}, world_size=4)))
 
 
 def test_a_dense_model_has_no_options_of_experts():
     assert experts_of(TrainOptions()) == {}
-    found = experts_of(TrainOptions(num_experts=4, moe_z_loss_coeff=0.0))
-    assert (found["num_moe_experts"], found["moe_ffn_hidden_size"], found["moe_z_loss_coeff"]) == (4, 256, None)
+    found = experts_of(TrainOptions(num_experts=4))
+    assert (found["num_moe_experts"], found["moe_ffn_hidden_size"]) == (4, 256)
 
 
 @pytest.mark.slow

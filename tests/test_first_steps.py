@@ -36,8 +36,15 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
-from megatron_rl.testing.reference import double_model, global_parameters, model_logits, ragged_samples, scale_of_terms
-from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
+from megatron_rl.testing.reference import (
+    double_model,
+    global_parameters,
+    loss_by_hand,
+    model_logits,
+    ragged_samples,
+    scale_of_terms,
+    scores_of,
+)
 from megatron_rl.train.collection import reader_of_old_log_probs
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
@@ -135,12 +142,6 @@ def announced_on_rank(rank, options, configs) -> list[str]:
         for config in configs:
             announce(TrainOptions(**options), config, trainer, [])
     return said.getvalue().splitlines()
-
-
-def test_the_start_line_says_why_a_forward_stays(pool):
-    [(plain, kept)] = pool.run(announced_on_rank, {"steps_per_rollout": 2, "lr": 3e-3}, [GRPO, DPPO], world_size=1)
-    assert "old log-probabilities" not in plain
-    assert "2 steps a rollout" in kept and ", old log-probabilities of the first step measured for --policy-loss dppo_tv |" in kept
 
 
 def test_the_start_line_says_what_is_kept_and_over_what_the_scores_are(pool):
@@ -306,12 +307,11 @@ def truth_on_rank(rank, tiny) -> dict[str, Truth]:
     """In float64, with the policy's own log-probabilities as the old ones."""
     samples = ragged_samples()
     model = double_model(tiny, samples)
-    logits = model_logits(model, samples, tiny)
-    tokens = [Tokens.of(rows, sample, 1.0) for rows, sample in zip(logits, samples, strict=True)]
-    step = with_old_log_probs(samples, [of_sample.log_probs.tolist() for of_sample in tokens])
+    scores = scores_of(samples, model_logits(model, samples, tiny))
+    step = with_old_log_probs(samples, [of_sample.log_probs.tolist() for of_sample in scores])
     leaves, truths = global_parameters(model), {}
     for name in ORACLE:
-        loss = loss_by_hand(step, tokens, config_of(name, "sample_mean"))
+        loss = loss_by_hand(step, scores, config_of(name, "sample_mean"))
         parts = torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, materialize_grads=True)
         gradient = dict(zip(leaves, parts, strict=True))
         truths[name] = Truth(float(loss.detach()), scale_of_terms(step, "sample_mean"), gradient)

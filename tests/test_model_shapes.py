@@ -19,7 +19,6 @@ from test_expert_layouts import (
     _parameters,
     _without_gradient,
     errors_by_kind,
-    routes_of_reference,
     run_on_layout,
     worst_error,
 )
@@ -28,18 +27,25 @@ from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 from megatron_rl.commands import selftest as command
 from megatron_rl.megatron.context_groups import own_group_problems_of
 from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.testing import selftest_steps, selftest_table
+from megatron_rl.testing import selftest
 from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.invariance import Layout, TinyGPT, merged
-from megatron_rl.testing.layout_step import LayoutModel, Routes, tiny_like
+from megatron_rl.testing.layout_step import LayoutModel, tiny_like
 from megatron_rl.testing.model_shapes import SHAPES, ModelShape, parameter_kind, shape_of
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.testing.reference import LossTruth, double_model, global_parameters, model_logits, mtp_loss_by_hand, ragged_samples
-from megatron_rl.testing.selftest import RowResult, Setting, result_of, run_selftest
-from megatron_rl.testing.selftest_losses import LossesAlone
-from megatron_rl.testing.selftest_steps import WholeSteps, mtp_problems, truths_of
-from megatron_rl.testing.selftest_table import Choice, Row, is_interpreted_too, table_of_shape, triton_here
-from megatron_rl.testing.selftest_terms import truth_of_terms
+from megatron_rl.testing.selftest import (
+    PROBES,
+    RowResult,
+    WholeSteps,
+    chosen,
+    mtp_problems,
+    result_of,
+    run_selftest,
+    table_of_shape,
+    truth_of_terms,
+    truths_of,
+)
 
 pytestmark = pytest.mark.megatron
 
@@ -74,12 +80,12 @@ def kinds_here(name: str) -> set[str]:
     return {kind for kind in KINDS[name] if shape_here(name).has_mtp or not kind.startswith("MTP")}
 
 
-def truth_on_rank(rank: int, model: TinyGPT) -> tuple[LossTruth, Routes]:
+def truth_on_rank(rank: int, model: TinyGPT) -> LossTruth:
     samples = ragged_samples(num_samples=8)
     double = double_model(model, samples)
     rows, beside = [(LOSS, AGGREGATION, "")], mtp_loss_by_hand(double, samples, model)
     truths = truth_of_terms(samples, model_logits(double, samples, model), global_parameters(double), rows, beside)
-    return truths[LOSS, ""], routes_of_reference(model, samples)
+    return truths[LOSS, ""]
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +129,8 @@ PLANTED = {
 } | {"gpt-oss": Planted(biases_of_experts_as_megatron_marks_them, "expert bias")}
 
 
-def check(answers: list, expected, routes: Routes) -> dict[str, float]:
+def check(answers: list, expected) -> dict[str, float]:
     result = merged(answers)
-    of_decoder = {key: experts for key, experts in result.routes.items() if key in routes}
-    assert of_decoder == routes, "other experts were chosen"
     errors = errors_by_kind(result.gradient, expected.gradient)
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
     assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale
@@ -138,11 +142,11 @@ def check(answers: list, expected, routes: Routes) -> dict[str, float]:
 def test_each_kind_of_parameter_of_a_shape_is_exact_and_a_fault_in_one_is_seen_in_it_alone(pool, truth_of, name):
     installed_has(name)
     model, planted = model_of(name, FAST), PLANTED[name]
-    truth, routes = truth_of(model)
+    truth = truth_of(model)
     right = Run(FAST, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
     ((found,), (faulty,)) = run_on_layout(pool, [right, right._replace(fault=planted.fault)])
     expected = truth.by_aggregation[AGGREGATION]
-    assert check(found, expected, routes).keys() == kinds_here(name)
+    assert check(found, expected).keys() == kinds_here(name)
     of_others = {key: value for key, value in expected.gradient.items() if parameter_kind(key) != planted.kind}
     assert worst_error(faulty, expected.gradient) > 100 * GRADIENT_TOLERANCE
     for answer in faulty:
@@ -166,11 +170,11 @@ def rows_of_shapes() -> list:
 def test_a_shape_has_the_one_process_float64_gradient_on_every_layout(pool, truth_of, name, layout, fault):
     installed_has(name)
     model = model_of(name, layout)
-    truth, routes = truth_of(model)
+    truth = truth_of(model)
     right = Run(layout, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
     ((found,), (faulty,)) = run_on_layout(pool, [right, right._replace(fault=fault)])
     expected = truth.by_aggregation[AGGREGATION]
-    assert check(found, expected, routes).keys() == kinds_here(name)
+    assert check(found, expected).keys() == kinds_here(name)
     assert worst_error(faulty, expected.gradient) > 100 * GRADIENT_TOLERANCE, fault
 
 
@@ -210,7 +214,6 @@ WITHOUT = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_group_topk": "all groups",
     "moe_router_score_function": "softmax",
-    "moe_router_bias_update_rate": 1e-3,  # then the bias starts at 0
     "rope_type": "rope",
     "softmax_type": "vanilla",
     "window_size": None,
@@ -311,11 +314,9 @@ def test_what_a_release_or_a_layout_has_not_is_refused_by_name():
 
 # The selftest
 
-TOKEN_MEAN = Choice("grpo", ("token_mean",))
 
-
-def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], Setting]]:
-    """gpt-oss on two context-parallel ranks: right, and with a wrong gradient of sinks."""
+def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], str]]:
+    """Rows and what is printed around them: gpt-oss on two context-parallel ranks, right and with a wrong gradient of sinks."""
     right, found, truths = LayoutModel.step, [], []
 
     def truths_once(*arguments):
@@ -331,27 +332,26 @@ def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], Setting]]:
                     shard.gradient.mul_(1.001)
             return answer
 
-        settings: list[Setting] = []
-        with mock.patch.object(LayoutModel, "step", step), mock.patch.object(selftest_steps, "truths_of", truths_once):
+        with mock.patch.object(LayoutModel, "step", step), mock.patch.object(selftest, "truths_of", truths_once):
             bench = WholeSteps(Layout(context=2, packed=True), 2, shape=SHAPES["gpt-oss"])
-            found.append((list(run_selftest(bench, settings.append, choice=TOKEN_MEAN)), settings[0]))
+            rows = bench.prepare(chosen(table_of_shape("grpo"), texts=("token_mean",)))
+            results = list(run_selftest(bench, rows))
+            found.append((results, command.header(bench) + command.closing(bench, results, 1.0)))
     return found
 
 
 def test_the_selftest_compares_each_kind_of_parameter_and_names_the_one_that_is_off():
     installed_has("gpt-oss")
-    (rows, setting), (of_sinks, _) = run_ranks(selftests_on_rank, 2)[0]
+    (rows, text), (of_sinks, _) = run_ranks(selftests_on_rank, 2)[0]
     _, *rows = rows
     contracts = ["logits, torch", "fused head, torch, own cp groups", "logits, torch, per-token", "fused head, torch, per-token"]
     assert [row.name for row in rows] == [f"grpo token_mean, {contract}" for contract in contracts]
     assert all(row.passed and row.parts.keys() == KINDS["gpt-oss"] for row in rows), rows
     assert all(0 < error < 2e-6 for row in rows for error in row.parts.values()), rows
-    assert setting.model.startswith("2 layers like gpt-oss (openai/gpt-oss-20b, config.json): ")
+    assert "\n2 layers like gpt-oss (openai/gpt-oss-20b, config.json): " in text
     for row in of_sinks[1:]:
         assert not row.passed and row.cause == "leaves of sink: gradient is 1.001 of expected"
-    text = command.closing(setting, rows, 1.0)
     assert "off by at most: embedding " in text and ", sink " in text
-    assert f"{setting.model}\n" in command.header(setting)
 
 
 def compared(ratio: float, norm_error: float | None = 0.0) -> Comparison:
@@ -360,7 +360,7 @@ def compared(ratio: float, norm_error: float | None = 0.0) -> Comparison:
 
 def test_a_factor_of_all_kinds_is_none_of_a_kind():
     """Nor is the norm of the optimiser, whose gradient is right; two kinds are named, with the figures of the first."""
-    row = Row("one", lambda bench: True, lambda bench: 1.0)
+    row = PROBES[0]
     exact, halved = compared(1.0), compared(0.5)
     of_all = result_of(row, {"": halved, "router": halved, "norm": halved}, {"dp": 2})
     assert of_all.cause.startswith("gradient is 0.5 of expected = 1/dp") and not of_all.passed
@@ -374,27 +374,12 @@ def test_a_factor_of_all_kinds_is_none_of_a_kind():
     }
 
 
-def test_the_rows_of_a_shape_that_tritons_interpreter_leaves_out_are_counted_in_its_own_table(monkeypatch):
-    """Of six rows, and not of the large table."""
-    monkeypatch.setattr(selftest_table, "is_interpreted", lambda: True)
-    monkeypatch.setattr(selftest_table, "why_triton_is_missing", lambda: None)
-    cases = [row.case for row in table_of_shape(lambda case: True) if row.case is not None and row.case.backend == "triton"]
-    few = sum(map(is_interpreted_too, cases))
-    _, left_out = triton_here(torch.device("cpu"), interprets=True, cases=cases)
-    assert left_out.startswith(f"Triton: all but {few} of 6 rows") and len(cases) == 6
-
-
-def refused_benches_on_rank(rank: int) -> list[str]:
-    """On one process, whatever is installed."""
-    asked = (Layout(), Layout(expert_tensor=2, tensor=2, sequence_parallel=True))
-    whole = [error_of(lambda layout=layout: WholeSteps(layout, 2, shape=SHAPES["gpt-oss"])) for layout in asked[1:]]
-    return [*whole, error_of(lambda: LossesAlone(asked[0], 1, shape=SHAPES["gpt-oss"]))]
+def refused_bench_on_rank(rank: int) -> str:
+    return error_of(lambda: WholeSteps(Layout(expert_tensor=2, tensor=2, sequence_parallel=True), 2, shape=SHAPES["gpt-oss"]))
 
 
 def test_a_shape_that_these_ranks_cannot_have_is_refused_before_anything_is_built():
-    of_layout, of_install = run_ranks(refused_benches_on_rank, 1)[0]
-    assert "--model-like gpt-oss with --expert-tensor-parallel-size 2" in of_layout
-    assert "--model-like gpt-oss needs Megatron-Core, which is not installed" in of_install
+    assert "--model-like gpt-oss with --expert-tensor-parallel-size 2" in run_ranks(refused_bench_on_rank, 1)[0]
 
 
 def test_what_a_shape_has_and_a_release_has_not_is_said(monkeypatch):

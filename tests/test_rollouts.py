@@ -14,7 +14,7 @@ from markdown_pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.options import TrainOptions, model_vocab_size
-from megatron_rl.train.rollout_files import load_rollouts, record_of, recorded_vocab_size, save_rollouts, truncate_rollouts
+from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts, record_of, recorded_vocab_size, save_rollouts
 from megatron_rl.train.rollouts import (
     RolloutBatch,
     Sample,
@@ -318,7 +318,7 @@ def test_a_batch_that_could_not_be_loaded_is_not_written(tmp_path):
 def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
     """It is not read, and a resumed run cuts it, with the rollouts that it will write again (FB-90)."""
     path = tmp_path / "r.jsonl"
-    truncate_rollouts(path, 2)
+    cut_rollouts(path, 2, None)
     assert not path.exists()
     batches = [make_batch(["a"], rollout_index=index) for index in range(4)]
     for batch in batches:
@@ -326,11 +326,11 @@ def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
     whole = path.read_bytes()
     for rest in (b'{"rollout', whole.splitlines()[0]):  # cut within the line, and before its end alone
         path.write_bytes(whole + rest)
-        truncate_rollouts(path, 4)
+        cut_rollouts(path, 4, None)
         assert path.read_bytes() == whole
     path.write_bytes(whole + b'{"rollout')
     assert records(load_rollouts(path)) == records(batches)
-    truncate_rollouts(path, 2)
+    cut_rollouts(path, 2, None)
     save_rollouts(path, batches[2])
     assert records(load_rollouts(path)) == records(batches[:3])
 

@@ -168,7 +168,7 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
         MAX_VIO,
         ROUTE_AGREEMENT,
         SKIPPED_STEPS,
-        *("num_rollouts", "rollout/rows", "rollout/weight_effective_sample_size"),  # where samples have a rollout_id
+        *("num_rollouts", "rollout/rows"),  # where samples have a rollout_id
         "policy/mtp_loss",
         *("policy/selected_share", "policy/selection_threshold"),  # under --token-selection
     }

@@ -31,7 +31,7 @@ LAYOUTS = (
     Layout(data=4, num_microbatches=3),
     Layout(context=2),
     Layout(context=2, data=2, num_microbatches=3),
-    Layout(data=4, num_microbatches=3, context_sizes=(4, (2, 1, 1), 1)),
+    Layout(data=4, num_microbatches=3, context_sizes=(4, 2, 1)),
     Layout(tensor=2),
     Layout(tensor=2, context=2),
 )
@@ -151,8 +151,9 @@ def make_groups(rank: int, layout: Layout, backend: str = "gloo") -> ParallelGro
 
 
 def _parts_on_rank(rank: int, layout: Layout, num_calls: int, *shared) -> list[_Part]:
-    by_size = {size: make_groups(rank, layout.over(size)) for size in layout.sizes_of_groups}
-    groups = [by_size[layout.place_of(rank // layout.tensor, index)[2]] for index in range(layout.num_microbatches)]
+    sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
+    by_size = {size: make_groups(rank, layout.over(size)) for size in sorted({*sizes})}
+    groups = [by_size[size] for size in sizes]
     return [_part(layout, groups, *shared) for _ in range(num_calls)]
 
 

@@ -30,8 +30,8 @@ class DenseSample:
     mask: list[bool]
     advantages: list[float]
     old: list[float] | None  # None: on-policy
-    rollout: list[float]
-    ref: list[float]
+    rollout: list[float] | None  # None: nothing reads it
+    ref: list[float] | None
     importance: list[float]
     prompt: str
     kept: list[list[int]] | None = None  # the ids that the sampler drew from; None: all
@@ -42,7 +42,7 @@ class DenseSample:
 class DenseSettings:
     """A function in place of a name is a user's own, of the form of the table's rows."""
 
-    loss: str | Callable[[Tokens], Result]
+    loss: str | Callable[[Tokens], Result] = "grpo"
     low: float = math.nan  # the clip, as distances from 1
     high: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
@@ -345,21 +345,22 @@ def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], a
     return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
 
 
-def scores_of(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> Scores:
-    """logits: [all tokens of all samples, V], in order."""
-    live = torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)
-    tokens = [(sample, t) for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
-    rows = torch.log_softmax(logits.double() / settings.temperature, -1)[live.to(logits.device)]
-    labels = torch.tensor([sample.labels[t] for sample, t in tokens], dtype=torch.int64, device=rows.device)
-    full = new = (torch.nn.functional.one_hot(labels, rows.shape[1]) * rows).sum(-1)
-    entropy, mass = -(rows.exp() * rows).sum(-1), None
-    if tokens and any(sample.kept is not None for sample in samples):
-        kept = [sample.kept[t] if sample.kept is not None else [*range(rows.shape[1])] for sample, t in tokens]
-        new = torch.stack([over_kept(row, ids, int(label)) for row, ids, label in zip(rows, kept, labels, strict=True)])
-        mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
-        if settings.entropy_score == "support":
-            of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
-            entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
+def scores_of(
+    logits: Tensor,  # [T, V], of the unmasked tokens
+    labels: Sequence[int],
+    settings: DenseSettings,
+    kept: Sequence[Sequence[int]] | None = None,  # the ids that the sampler drew from
+) -> Scores:
+    rows = torch.log_softmax(logits.double() / settings.temperature, -1)
+    one_hot = torch.nn.functional.one_hot(torch.tensor(labels, dtype=torch.int64, device=rows.device), rows.shape[1])
+    full, entropy = (one_hot * rows).sum(-1), -(rows.exp() * rows).sum(-1)
+    if not kept:
+        return Scores(full, entropy, full)
+    new = torch.stack([over_kept(*of_token) for of_token in zip(rows, kept, labels, strict=True)])
+    if settings.entropy_score == "support":
+        of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
+        entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
+    mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
     return Scores(new, entropy, full if settings.kl_score == "full" else new, mass)
 
 
@@ -475,7 +476,7 @@ class StepTerms:
         settings, live = self.settings, [len(tokens) for tokens in self.of_samples]
         of_policy = token_weights(self.samples, self.counts, settings)
         of_others = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
-        weights, others = (torch.tensor([of[i] for i in self.owners]).to(self.factors) for of in (of_policy, of_others))
+        weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (of_policy, of_others))
         estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
         value, trained = estimate(self.scores.compared, self.given("ref"), self.log_ratio)
         self.policy = (weights * self.importance * self.factors * self.values).sum()

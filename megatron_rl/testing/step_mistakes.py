@@ -29,7 +29,7 @@ from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
-from megatron_rl.testing.selftest_terms import AGGREGATIONS
+from megatron_rl.testing.selftest import AGGREGATIONS
 from megatron_rl.testing.step_given import Given, advantages_in_words, compared_tokens, given_problem
 from megatron_rl.testing.step_reference import (
     DenseStep,

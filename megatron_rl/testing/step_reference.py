@@ -13,8 +13,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack
 from megatron_rl.testing.layout_step import StepSample
-from megatron_rl.testing.reference import DIVISOR, scale_of_terms
-from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
+from megatron_rl.testing.oracle import DenseSettings, Scores, scores_of
+from megatron_rl.testing.reference import DIVISOR, loss_by_hand, scale_of_terms
 
 # A log-probability near -10 in float32 is rounded by 1e-6. A ratio that moves so little moves a derivative as little, unless a clip
 # lies between.
@@ -38,7 +38,7 @@ class Microbatch:
     rows: Tensor  # [R] int64, of the logits
     places: list[tuple[int, int]]  # R numbers of samples, and places in their responses
     logits: Tensor  # [R, V] float64, a leaf
-    tokens: Tokens  # [R] each, with graph
+    tokens: Scores  # [R] each, with graph
     num_rows: int
     columns: slice  # of the whole vocabulary, those that this rank's logits hold
     width: int  # columns of this rank's logits, with padding
@@ -69,7 +69,7 @@ class Microbatch:
             if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
                 raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
         labels = [samples[sample].tokens[place - len(samples[sample].loss_mask)] for sample, place in named]
-        tokens = Tokens.of_labels(leaf, torch.tensor(labels, dtype=torch.int64, device=logits.device), temperature)
+        tokens = scores_of(leaf, labels, DenseSettings(temperature=temperature))
         return cls(rows, named, leaf, tokens, len(logits), slice(start, min(start + width, vocab_size)), width)
 
     def target(self, step: DenseStep, samples: Sequence[StepSample]) -> Target:
@@ -164,7 +164,8 @@ def gather_tokens(microbatches: Sequence[Microbatch], samples: Sequence[StepSamp
 
 def dense_step(samples: Sequence[StepSample], known: KnownTokens, config: PolicyLossConfig) -> DenseStep:
     """Communication: none. old_log_probs None: the policy's own."""
-    leaves = [Tokens(*(_leaf(sample, tokens, column) for column in (0, 1))) for sample, tokens in zip(samples, known, strict=True)]
+    pairs = [[_leaf(sample, tokens, column) for column in (0, 1)] for sample, tokens in zip(samples, known, strict=True)]
+    leaves = [Scores(log_probs, entropy, log_probs) for log_probs, entropy in pairs]
     step = [
         replace(sample, old_log_probs=tokens.log_probs.tolist()) if sample.old_log_probs is None else sample
         for sample, tokens in zip(samples, leaves, strict=True)

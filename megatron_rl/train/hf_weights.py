@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,8 +28,6 @@ from megatron_rl.train.hf_model import HFModel, described
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja")
-# In a folder that a run wrote: which one.
-MARKER = "megatron_rl_run.json"
 FLOATS = ("BF16", "F16", "F32", "F64")
 # In a folder that `transformers` wrote before 4.32, and nothing to load.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -231,12 +230,14 @@ def _own_groups(tensors: Sequence[Any], num_groups: int, rank: int, size: int) -
 def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path) -> None:
     """Writes the weights of the model on all ranks to `folder`, with the settings and the tokenizer of the folder it came from.
 
-    Every rank calls it. A rank writes what it holds first: of a pipeline stage the rank 0 of tp and dp-cp, of experts rank 0 of
-    their groups. Weights keep the dtype that they have here.
+    It is written as folder.partial and then renamed, so `folder` is whole or not there. Every rank calls it. A rank writes what it
+    holds first: of a pipeline stage the rank 0 of tp and dp-cp, of experts rank 0 of their groups. Weights keep the dtype that they
+    have here.
     Communication: an all-gather of each sharded parameter over its group, and the names of the written tensors over all ranks.
     Raises RunError on all ranks where a file cannot be written.
     """
     folder, here = Path(folder), torch.distributed.get_rank()
+    partial = partial_of(folder)
     own = _tensors_of_this_rank(model, chunks)
     written = on_all_ranks(lambda: [(name, tensor.nbytes) for name, tensor in own.items()])
     writers = [rank for rank, names in enumerate(written) if names]
@@ -246,26 +247,35 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        folder.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         if own:
             try:
-                save_file(own, folder / file_of[here], metadata={"format": "pt"})
+                save_file(own, partial / file_of[here], metadata={"format": "pt"})
             except SafetensorError as error:  # a full disk too
-                raise RunError(f"{folder / file_of[here]} cannot be written: {error}") from error
+                raise RunError(f"{partial / file_of[here]} cannot be written: {error}") from error
         if here == 0:
             weight_map = {name: file_of[rank] for rank, names in enumerate(written) for name, _ in names}
             total = sum(size for names in written for _, size in names)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            for path in copied_files(model.folder):
-                shutil.copyfile(path, folder / path.name)
+            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            for path in {path for pattern in COPIED for path in model.folder.glob(pattern)} - {model.folder / INDEX}:
+                shutil.copyfile(path, partial / path.name)
 
     on_all_ranks(write)
+    on_all_ranks(lambda: here == 0 and partial.replace(folder))
 
 
-def copied_files(folder: Path) -> list[Path]:
-    """The settings and the tokenizer of a folder."""
-    return sorted(path for pattern in COPIED for path in folder.glob(pattern) if path.name not in (INDEX, MARKER))
+def partial_of(folder: Path) -> Path:
+    """Where a folder is written before it is whole."""
+    return Path(f"{folder}.partial")
+
+
+def save_hf_problem(folder: Path, output_dir: str) -> str | None:
+    """Why no folder can be written there, from what is there."""
+    for place in (folder, partial_of(folder)):
+        if os.path.lexists(place):
+            return f"{place} is there already"
+    return "--output-dir would be inside" if Path(output_dir).absolute().is_relative_to(folder.absolute()) else None
 
 
 def _tensors_of_this_rank(model: HFModel, chunks: Iterable[Any]) -> dict[str, Tensor]:

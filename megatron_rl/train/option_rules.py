@@ -23,11 +23,10 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.hf_model import HFModel
-from megatron_rl.train.hf_weights import read_hf_model
+from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
-from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
+from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, is_same_file
 from megatron_rl.train.rollout_files import recorded_group_size
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
@@ -39,7 +38,7 @@ LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
 # What --hf-checkpoint decides.
 OF_THE_FOLDER = (
     *("task", "vocab_size", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
-    *("moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers"),
+    *("moe_router_topk", "moe_ffn_hidden_size"),
 )
 DIVISIONS = (
     ("hidden_size", "num_attention_heads", "each head has the same width"),
@@ -108,9 +107,6 @@ def with_defaults(options: TrainOptions, settings: Mapping[str, Any]) -> TrainOp
         options = dataclasses.replace(options, steps_per_rollout=steps)
     if options.num_rollouts is None and options.rollouts is None:
         options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
-    is_open = options.lr_decay_style != "constant" and options.lr_decay_iters is None
-    if is_open and options.num_rollouts is not None and settings["docs_per_step"] is None:
-        options = dataclasses.replace(options, lr_decay_iters=options.num_rollouts * options.steps_per_rollout)
     return options
 
 
@@ -127,16 +123,9 @@ def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
     if options.prompts is None and options.rollouts is None:
         yield f"--hf-checkpoint {options.hf_checkpoint} needs --prompts FILE with --reward, or --rollouts FILE"
     if options.save_hf is not None:
-        yield from check_save_hf(options.save_hf, options.hf_checkpoint, options)
-
-
-def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> Iterator[str]:
-    """Before anything runs; the run itself tries the place, and knows its own folder."""
-    problem = place_problem(save_hf, hf_checkpoint, options.output_dir)
-    if problem is not None:
-        yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
-    elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
-        yield f"--save-hf {save_hf} holds files already: name a new folder"
+        problem = save_hf_problem(Path(options.save_hf), options.output_dir)
+        if problem is not None:
+            yield f"--save-hf {options.save_hf}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
 
 
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:
@@ -161,19 +150,21 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
     )
 
 
-def check_learning_rate(options: TrainOptions) -> Iterator[str]:
-    warmup, end = options.lr_warmup_iters, options.lr_decay_iters
-    if options.lr_decay_style == "constant":
-        for name, value in (("lr_decay_iters", end), ("min_lr", options.min_lr or None)):
-            if value is not None:
-                yield f"{flag_of(name)} {value} has no effect with --lr-decay-style constant: remove it, or choose linear or cosine"
+def check_learning_rate(options: TrainLaunch) -> Iterator[str]:
+    style, warmup = options.lr_decay_style, options.lr_warmup_iters
+    if style == "constant":
+        if options.min_lr:
+            yield f"--min-lr {options.min_lr} has no effect with --lr-decay-style constant: remove it, or choose linear or cosine"
         return
-    if end is None:
-        yield f"--lr-decay-style {options.lr_decay_style} needs --lr-decay-iters: the run's number of steps is not known"
     if options.lr is not None and not options.min_lr < options.lr:
         yield f"--min-lr {options.min_lr} must be below --lr {options.lr}: the learning rate decays"
-    if end is not None and end <= warmup:
-        yield f"--lr-decay-iters {end} (unset: the last step) must be above --lr-warmup-iters {warmup}: the decay follows it"
+    if options.settings["docs_per_step"] is not None:
+        yield f"--lr-decay-style {style} with --docs-per-step: the number of steps is not known; remove one of them"
+    elif options.num_rollouts is None:
+        yield f"--lr-decay-style {style} needs --num-rollouts: the number of steps is not known"
+    elif options.num_rollouts * options.steps_per_rollout <= warmup:
+        steps = options.num_rollouts * options.steps_per_rollout
+        yield f"--lr-warmup-iters {warmup} must be below the {steps} steps of the run: the decay follows it"
 
 
 def check_evaluation(options: TrainOptions) -> Iterator[str]:
@@ -374,13 +365,13 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
 
 
 def check_world_size(options: TrainLaunch) -> Iterator[str]:
-    expert_tensor = options.expert_tensor_parallel_size or options.tensor_model_parallel_size
-    of_experts = expert_tensor * options.expert_model_parallel_size * options.pipeline_model_parallel_size
+    tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    of_experts = tensor * options.expert_model_parallel_size * pipeline
     if options.num_experts is not None and of_experts > 0 and options.world_size % of_experts:
         yield (
-            f"{options.world_size} ranks do not hold the experts in groups of {of_experts} (expert tensor {expert_tensor} x expert "
-            f"model {options.expert_model_parallel_size} x pipeline {options.pipeline_model_parallel_size}): start a multiple of "
-            f"{of_experts}: torchrun --nproc-per-node {of_experts}"
+            f"{options.world_size} ranks do not hold the experts in groups of {of_experts} (tensor {tensor} x expert "
+            f"{options.expert_model_parallel_size} x pipeline {pipeline}): start a multiple of {of_experts}: torchrun "
+            f"--nproc-per-node {of_experts}"
         )
     sizes = {name: getattr(options, name) for name in MODEL_PARALLEL_SIZES}
     product = math.prod(sizes.values())

@@ -86,7 +86,6 @@ positive = partial(flag, must=Range("above 0", lambda value: value > 0))
 not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
 coefficient = partial(flag, must=Range("at least 0; 0 turns it off", lambda value: value >= 0))
 OF_EXPERTS = ("num_experts", "a dense model has no experts")
-OF_MTP = ("mtp_num_layers", "a model without these layers has no such loss")
 OF_ROUTERS = ("num_experts", "a dense model has no routers")
 
 
@@ -114,11 +113,6 @@ class ModelOptions:
     moe_aux_loss_coeff: float = coefficient(
         0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.", needs=OF_EXPERTS
     )
-    moe_z_loss_coeff: float | None = coefficient(
-        None, "Weight of the loss that keeps the router's logits small. Unset: none.", needs=OF_EXPERTS
-    )
-    mtp_num_layers: int | None = count(None, "Layers of multi-token prediction, trained beside the policy. Unset: none.")
-    mtp_loss_scaling_factor: float = coefficient(0.1, "Weight of the loss of these layers.", needs=OF_MTP)
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
 
 
@@ -130,9 +124,6 @@ class LayoutOptions:
     pipeline_model_parallel_size: int = count(1, "Ranks that share the stack of layers.")
     context_parallel_size: int = count(1, "Ranks that share each sequence.")
     expert_model_parallel_size: int = count(1, "Ranks that share the experts of each layer.", needs=OF_EXPERTS)
-    expert_tensor_parallel_size: int | None = count(
-        None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.", needs=OF_EXPERTS
-    )
     sequence_parallel: bool = flag(
         False,
         "Share activations between layers over the tensor-parallel ranks too.",
@@ -186,10 +177,11 @@ class OptimiserOptions:
         None, "Learning rate of Adam, its largest. Unset: 3e-3 for a built-in task, 5e-4 with --prompts, 1e-6 with --hf-checkpoint."
     )
     lr_decay_style: str = flag(
-        "constant", "How the learning rate goes from --lr to --min-lr after the warm-up.", choices=("constant", "linear", "cosine")
+        "constant",
+        "How the learning rate goes from --lr to --min-lr, after the warm-up.",
+        choices=("constant", "linear", "cosine"),
     )
     lr_warmup_iters: int = not_negative(0, "Optimiser steps in which the learning rate grows to --lr.")
-    lr_decay_iters: int | None = count(None, "Optimiser step at which --min-lr is reached. Unset: the last of the run.")
     min_lr: float = not_negative(0.0, "Learning rate at the end of the decay.")
     clip_grad: float = flag(
         1.0, "Largest gradient norm; 0 does not clip.", must=Range("at least 0; 0 does not clip", lambda value: value >= 0)
@@ -324,13 +316,11 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
         return {}
     if options.hf_checkpoint is not None:  # the folder has the rest
         balance = ("moe_router_load_balancing_type", "moe_aux_loss_coeff") if options.moe_aux_loss_coeff else ()
-        z_loss = ("moe_z_loss_coeff",) if options.moe_z_loss_coeff else ()
-        return {name: getattr(options, name) for name in (*balance, *z_loss)}
+        return {name: getattr(options, name) for name in balance}
     names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     return {
         "num_moe_experts": options.num_experts,
         "moe_ffn_hidden_size": options.moe_ffn_hidden_size or 4 * options.hidden_size,
-        "moe_z_loss_coeff": options.moe_z_loss_coeff or None,
         **{name: getattr(options, name) for name in names},
     }
 
@@ -338,7 +328,9 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
 def settings_of(options: TrainOptions, config: PolicyLossConfig) -> dict[str, Any]:
     """flag -> value, as plain numbers and text: what a checkpoint keeps of a run's settings. Where a run begins, when it ends and
     what it writes is left out: it does not change a step."""
-    left_out = {"preset", "num_rollouts", "save_rollouts"}
+    left_out = {"preset", "save_rollouts"}
+    if options.lr_decay_style == "constant":
+        left_out.add("num_rollouts")
     for group in (SavingOptions, WatchingOptions, OutputOptions):
         left_out |= {field.name for field in dataclasses.fields(group)}
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in left_out}

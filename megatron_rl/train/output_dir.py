@@ -15,7 +15,7 @@ from megatron_rl.files.json_values import read_saved
 from megatron_rl.train import checkpoints
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, PLOT_FILE, RUN_FILE, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
 from megatron_rl.train.tasks import Task
-from megatron_rl.train.user_tasks import PromptFileTask
+from megatron_rl.train.user_tasks import CharacterVocabulary, PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
 
 LOCK_FILE = "run.lock"
@@ -117,15 +117,15 @@ def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | Non
             lines = missing_rows(output_dir / METRICS_FILE, resume_step)
         if not (goes_on(options) and (output_dir / RUN_FILE).exists()):
             (output_dir / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n", encoding="utf-8")
-        if isinstance(task, PromptFileTask) and task.vocabulary is not None:
+        if isinstance(task, PromptFileTask) and isinstance(task.vocabulary, CharacterVocabulary):
             task.vocabulary.save(output_dir / VOCABULARY_FILE)
     return lines
 
 
 def check_vocabulary(options: TrainOptions, task: Task) -> None:
     """A checkpoint's token ids must mean the same characters: ConfigError, on every rank and before any of them starts."""
-    if not isinstance(task, PromptFileTask) or task.vocabulary is None or not (options.resume or options.load):
+    if not isinstance(task, PromptFileTask) or not (options.resume or options.load):
         return
     run_dir = checkpoint_directory(options).parent
-    if (run_dir / VOCABULARY_FILE).exists():
+    if isinstance(task.vocabulary, CharacterVocabulary) and (run_dir / VOCABULARY_FILE).exists():
         task.vocabulary.check_saved(run_dir / VOCABULARY_FILE)

@@ -105,23 +105,20 @@ def record_of(batch: RolloutBatch) -> dict[str, Any]:
     return {**{name: getattr(batch, name) for name in OF_A_LINE}, "samples": samples}
 
 
-def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
-    """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. Without a file it does nothing."""
+def cut_rollouts(path: str | Path, num_rollouts: int, run_id: str | None) -> None:
+    """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. Without a file it does nothing.
+    ConfigError where rollouts of another run would stay in it."""
     if not Path(path).is_file():
         return
     kept = 0
     for line, record in _records(path):
         if record["rollout_index"] >= num_rollouts or not line.endswith(b"\n"):
             break
+        if record.get("run_id") != run_id:
+            raise ConfigError(f"--save-rollouts {path} holds rollouts of another run; name a file of this run, or a new one")
         kept += len(line)
     with open(path, "r+b") as file:
         file.truncate(kept)
-
-
-def check_rollouts_are_of(path: str | Path, run_id: str | None) -> None:
-    """ConfigError where another run has begun the file: a resumed run would cut it and go on in it."""
-    if Path(path).is_file() and next((record.get("run_id") for _, record in _records(path)), run_id) != run_id:
-        raise ConfigError(f"--save-rollouts {path} holds rollouts of another run; name a file of this run, or a new one")
 
 
 def recorded_vocab_size(path: str | Path) -> int | None:

@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import all_reduce_sum, group_device, resolve_groups
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
@@ -32,9 +32,7 @@ from megatron_rl.megatron.samples import (
     PolicySample,
     RouteShape,
     UnweightedSample,
-    count_further_tokens,
     count_routed_tokens,
-    trained_mtp_layers,
     unweighted,
     weigh_samples,
 )
@@ -80,8 +78,6 @@ class TrainerSettings:
     packed: bool = False
     hf_model: HFModel | None = None  # has the sizes above too, and the initial weights
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
-    mtp_num_layers: int | None = None
-    mtp_loss_scaling_factor: float = 0.1
     router_replay: str = RouterReplay.NONE
 
 
@@ -98,7 +94,7 @@ class PolicyTrainer:
         self.settings, self.config, self.device = settings, config, device
         self.groups = resolve_groups()
         self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)
-        self._head = HeadSettings.of(config, knows_mtp=True)
+        self._head = HeadSettings.of(config)
         self._bounds_on_host = transformer_engine_problem() is not None  # as gpt_layer_spec decides
         check_contract(config, self._model_config)
         if settings.router_replay != RouterReplay.NONE:
@@ -235,7 +231,6 @@ class PolicyTrainer:
             policy_version=policy_version,
             counts_phantoms=counts_phantoms,
             num_routed_tokens=count_routed_tokens(self.config, samples, self.groups),
-            num_further_tokens=count_further_tokens(self._model_config, samples, self.groups),
             replays_routes=self.settings.router_replay != RouterReplay.NONE,
         )
         batches = self._batches(parts, context)
@@ -261,7 +256,7 @@ class PolicyTrainer:
         learning_rate = self._set_learning_rate(policy_version)
         _, grad_norm, _ = self.optimizer.step()
         has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
-        metrics = self._step_metrics(reports, totals, float(grad_norm), weighted) | {"learning_rate": learning_rate}
+        metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
         metrics |= {} if selection is None or self.config.policy_metrics == PolicyMetrics.NONE else selection.metrics()
         return metrics | (checker.metrics(self.groups) if has_routes else {})
 
@@ -312,7 +307,6 @@ class PolicyTrainer:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
         description = {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
         description["--num-experts"] = self._model_config.num_moe_experts or 0
-        description["--mtp-num-layers"] = self.settings.mtp_num_layers or 0
         # Megatron has one more optimiser where experts are spread over ranks, and saves it apart.
         description["--expert-model-parallel-size"] = self._model_config.expert_model_parallel_size
         return description
@@ -330,8 +324,6 @@ class PolicyTrainer:
             bf16=settings.bf16,
             normalization="RMSNorm",
             add_bias_linear=False,
-            mtp_num_layers=settings.mtp_num_layers,
-            mtp_loss_scaling_factor=settings.mtp_loss_scaling_factor,
             **settings.experts,
             **others,
         )
@@ -386,13 +378,10 @@ class PolicyTrainer:
             for part in parts
         ]
 
-    def _step_metrics(
-        self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float, samples: Sequence[PolicySample]
-    ) -> dict[str, float]:
+    def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
         metrics = self._loss_metrics(reports, totals)
         if totals.num_rollouts is not None:
             metrics |= {"num_rollouts": totals.num_rollouts, "rollout/rows": totals.num_samples / totals.num_rollouts}
-            metrics["rollout/weight_effective_sample_size"] = self._weight_sample_size(samples)
         metrics |= {"grad_norm": grad_norm, "num_samples": totals.num_samples, "num_tokens": totals.num_tokens}
         if totals.num_prompts is not None:
             metrics["num_prompts"] = totals.num_prompts
@@ -406,23 +395,15 @@ class PolicyTrainer:
             )
         return metrics
 
-    def _weight_sample_size(self, samples: Sequence[PolicySample]) -> float:
-        """(sum w)^2 / (n sum w^2) of the weights w of the n tokens that have one. Communication: one all-reduce of [3] over dp."""
-        weighed = [(sample.token_weight, sample.token_count) for sample in samples if sample.token_weight]
-        sums = [sum(weight**power * count for weight, count in weighed) for power in (0, 1, 2)]
-        device = group_device(self.groups.dp)
-        number, total, squared = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=device), self.groups.dp).tolist()
-        return total**2 / (number * squared)
-
     def _loss_metrics(self, reports: list[MicrobatchReport], totals: StepTotals) -> dict[str, float]:
         """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.
 
-        Communication: as sum_over_step, of [5]. Synchronises once.
+        Communication: as sum_over_step, of [4]. Synchronises once.
         """
-        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept, report.mtp_loss) for report in reports]
+        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept) for report in reports]
         zero, config = torch.zeros((), dtype=torch.float64, device=self.device), self.config
         parts = [torch.stack([zero if value is None else value.double() for value in row]) for row in rows]
-        policy, kl, entropy, num_kept, of_mtp = sum_over_step(parts, 5, self.groups).tolist()
+        policy, kl, entropy, num_kept = sum_over_step(parts, 4, self.groups).tolist()
         if divides_by_kept(config):
             policy *= step_factor_of_kept(totals, num_kept)
         metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
@@ -430,6 +411,4 @@ class PolicyTrainer:
             metrics["loss/kl"] = kl
         if config.entropy_coefficient:
             metrics["loss/entropy"] = entropy
-        if trained_mtp_layers(self._model_config):
-            metrics["policy/mtp_loss"] = of_mtp
         return metrics
