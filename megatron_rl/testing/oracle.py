@@ -1,6 +1,6 @@
 """Loss, gradient and metrics of a whole step, from the equations of the papers. It imports torch alone.
 
-One process, float64, the logits of all samples at once; autograd takes the derivative. A name without a formula here is an error
+One process, float64, on the CPU, all samples at once; autograd takes the derivative. A name without a formula here is an error
 that says so.
 """
 
@@ -411,7 +411,7 @@ class StepTerms:
         self.units = units_of(samples, settings.ratio_unit)
         self.order = torch.argsort(torch.tensor([token for unit in self.units for token in unit], dtype=torch.int64))
         self.rollout, self.importance, self.advantages = self.given("rollout"), self.given("importance"), self.given("advantages")
-        is_on_policy = torch.tensor([samples[i].old is None for i in self.owners], dtype=torch.bool, device=self.new.device)
+        is_on_policy = torch.tensor([samples[i].old is None for i in self.owners], dtype=torch.bool)
         self.old = torch.where(is_on_policy, self.new.detach(), self.given("old"))
         self.anchor = self.rollout if settings.loss in OF_THE_SAMPLER else self.old
         self.log_ratio = self.new - self.anchor
@@ -432,10 +432,10 @@ class StepTerms:
         """0 where a sample has none of it."""
         vectors = [getattr(sample, name) for sample in self.samples]
         values = [vectors[i][t] if vectors[i] is not None else 0.0 for i, t in zip(self.owners, self.places, strict=True)]
-        return torch.tensor(values, dtype=torch.float64, device=self.new.device)
+        return torch.tensor(values, dtype=torch.float64)
 
     def in_order(self, of_units: Sequence[Tensor]) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.new.device), *of_units])[self.order]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *of_units])[self.order]
 
     def correct(self) -> None:
         """The factors, w, and which tokens are dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""

@@ -42,7 +42,7 @@ from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
-from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
+from megatron_rl.train.generation import Noise, Sampler, SamplingSettings
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import build_hf_model, save_hf_checkpoint
 from megatron_rl.train.sampling_filter import KeptTokens
@@ -146,11 +146,9 @@ class PolicyTrainer:
         recorder: RouteRecorder | None = None,
         kept: KeptTokens | None = None,
     ) -> list[list[int]]:
-        """One response for each prompt of this data-parallel rank. Communication and errors: as sample_responses."""
-        device, head = self.device, self._head
-        return sample_responses(
-            self.model, prompts, sample_ids, settings, noise, self.groups, device=device, head=head, recorder=recorder, kept=kept
-        )
+        """One response for each prompt of this data-parallel rank. Communication and errors: as Sampler.sample."""
+        sampler = Sampler(self.model, settings, noise, self.groups, self.device, self._head, recorder, kept)
+        return sampler.sample(prompts, sample_ids)
 
     def log_probs(
         self,
