@@ -72,7 +72,8 @@ def test_experts_that_do_not_fit_are_refused_by_name(options, message):
 def test_ranks_hold_whole_groups_of_experts():
     options = TrainOptions(num_experts=4, **{EP: 2, cases.TP: 2})
     said = [*check_world_size(TrainLaunch.of(options, {}, world_size=2))]
-    assert any("2 ranks do not hold the experts in groups of 4 (tensor 2 x expert 2 x pipeline 1)" in text for text in said)
+    sizes = "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 x --expert-model-parallel-size 2"
+    assert [text.partition(";")[0] for text in said] == [f"2 ranks do not divide into groups of 4 ({sizes})"]
     assert not list(check_world_size(TrainLaunch.of(options, {}, world_size=4)))
 
 

@@ -13,14 +13,12 @@ from filelock import FileLock, Timeout
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.files.json_values import read_saved
 from megatron_rl.train import checkpoints
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, PLOT_FILE, RUN_FILE, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, RUN_FILE, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import CharacterVocabulary, PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
 
 LOCK_FILE = "run.lock"
-# What a run itself writes into its folder.
-OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE, SAMPLES_FILE)
 
 
 def check_start(options: TrainOptions) -> Iterator[str]:
