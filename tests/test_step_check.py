@@ -309,7 +309,7 @@ def test_a_mistake_has_its_name_on_every_layout(pool, layout, config, fault, mes
 def test_logits_that_tensor_parallel_ranks_gather_have_their_name(pool):
     for found in found_on(pool, Layout(tensor=2, data=2, num_microbatches=3), GSPO, with_gathered_logits):
         assert isinstance(found, str), f"passed with {found}"
-        assert "are no log_softmax of these logits" in found and "parallel_output=True" in found
+        assert "has the logits of the whole vocabulary" in found and "parallel_output=True" in found
 
 
 def test_lost_rollouts_have_their_name(pool):
