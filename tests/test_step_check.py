@@ -232,6 +232,11 @@ def reporting_a_number(returned):
     return loss, count, {"policy/loss": report["policy/loss"][0]}
 
 
+def with_a_term_of_weights(forward_step, groups, model):
+    weight = next(model.models[0].parameters())
+    return returning(forward_step, groups, model, change=lambda returned: (returned[0] + weight.square().sum(), *returned[1:]))
+
+
 def without_reduction(forward_step, groups, model):
     model.models[0].config.finalize_model_grads_func = None
     return forward_step
@@ -273,6 +278,7 @@ DP2 = Layout(data=2, num_microbatches=3)
         pytest.param(GSPO, partial(returning, change=reporting_a_number), r"has shape \[\]: it must be a \[sum", id="no pair"),
         pytest.param(GSPO, with_dropout, "turn dropout off", id="dropout"),
         pytest.param(GSPO, without_reduction, "finalize_model_grads_func is None", id="nothing reduces"),
+        pytest.param(GSPO, with_a_term_of_weights, "the gradient by the logits is right, and", id="beside the logits"),
     ],
 )
 def test_a_mistake_is_refused_on_every_rank(pool, config, fault, message):

@@ -454,6 +454,11 @@ class _Mistakes:
             return (
                 f"{mistake}; {of_rank}: build the model with parallel_output=True" if is_whole and groups.tp.size() > 1 else mistake
             )
+        if self.has_one_factor(tokens):
+            return (
+                "the gradient by the logits is right, and that of the parameters is not: look at what the loop does between the "
+                "model's forward and the optimiser"
+            )
         return self.usual_mistake(tokens) or self.other_mistake(tokens)
 
     def wrong_mask(self, rows: Sequence[Row], tokens: Sequence[Row]) -> str:
@@ -489,11 +494,6 @@ class _Mistakes:
         both = [row for row in tokens if row.size and row.right_size]
         lost = sum(bool(row.right_size) and not row.size for row in tokens)
         free = sum(bool(row.size) and not row.right_size for row in tokens)
-        if self.has_one_factor(both) and lost == free == 0:
-            return (
-                "the gradient by the logits is right, and that of the parameters is not: look at what the loop does between the "
-                "model's forward and the optimiser"
-            )
         if self.has_one_factor(both):
             return (
                 f"a part of the step is lost, or the clip is another: {lost} tokens have no gradient that must have one, and "
