@@ -114,17 +114,10 @@ def count_gpus() -> int:
 def benchmark(kind: str, *smallest: str) -> Callable[[Session, float | None], list[list[str]]]:
     def commands(session: Session, seconds: float | None) -> list[list[str]]:
         limit = 0.0 if seconds is None else max(seconds - BENCHMARK_MARGIN, 1.0)
-        size = ["--device", "cpu", "--rounds", "1", *smallest] if session.is_dry else ["--preset", "quick"]
+        size = ["--device", "cpu", "--rounds", "1", *smallest] if session.is_dry else []
         return [["-m", "benchmarks", kind, *size, "--output-dir", str(session.out), "--time-limit", f"{limit:.0f}"]]
 
     return commands
-
-
-def hosts(session: Session, seconds: float | None) -> list[list[str]]:
-    if session.is_dry:
-        return [["-m", "benchmarks", "hosts", "--rows", "64", "--vocab-size", "512", "--hidden-size", "64"]]
-    limit = 0.0 if seconds is None else max(seconds - BENCHMARK_MARGIN, 1.0)
-    return [["-m", "benchmarks", "hosts", "--device", "cuda", "--output-dir", str(session.out), "--time-limit", f"{limit:.0f}"]]
 
 
 def demo(session: Session, seconds: float | None) -> list[list[str]]:
@@ -141,7 +134,7 @@ STAGES = {
         Stage("te", 60.0, transformer_engine, ASK_FOR_TRANSFORMER_ENGINE),
         Stage("losses", 150.0, benchmark("losses", "--case", "T 64, V 512", "--provider", "ours, torch", "--provider", "eager")),
         Stage("head", 100.0, benchmark("head", "--shape", "40,8,70", "--provider", "ours", "--provider", "three matmuls")),
-        Stage("hosts", 60.0, hosts),
+        Stage("hosts", 60.0, benchmark("hosts", "--shape", "64,64,512")),
         Stage("demo", 40.0, demo),
     )
 }

@@ -1,18 +1,11 @@
-"""A policy loss that weighs a token's advantage by its entropy, after GTPO; run it as --policy-loss examples.gtpo.gtpo.
-
-GTPO (Tan et al., "GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy", arXiv:2508.04349) shapes rewards,
-before they become advantages. A token's share is its entropy over the entropies of all responses of the prompt at the same place,
-and rewards are then normalised over all tokens of the prompt's right responses, and of its wrong ones. A loss sees the samples of
-one micro-batch, and the others of a prompt may be on another rank or in another micro-batch. So what follows is not the published
-algorithm, and no built-in loss: it takes the same share inside of one sample.
+"""A policy loss that weighs a token's advantage by its entropy, after GTPO (Tan et al., arXiv:2508.04349).
 
     g_t     = H_t / mean_i(H)            where A_t > 0: a token that the policy was unsure of gets more of a reward
             = (1 / H_t) / mean_i(1 / H)  where A_t < 0: one that it was sure of gets more of the blame
     value_t = -min(rho_t w_t A_t, clip(rho_t) w_t A_t),     w_t = 1 + gtpo_share (g_t - 1), a constant for the gradient
 
-H_t is the entropy of the policy in training at the token, mean_i the mean over the sample's unmasked tokens on all cp ranks. So the
-weights of a sample have the mean 1. The paper takes the entropies of the old policy; at the first step after a rollout these are
-the same.
+The paper takes the share of a token over all responses of the prompt, before rewards become advantages. A loss sees the samples of
+one micro-batch, so this one takes it inside of one sample: mean_i is over the sample's unmasked tokens on all cp ranks.
 
     python -m megatron_rl train --preset demo --policy-loss examples.gtpo.gtpo --gtpo-share 0.1 --output-dir runs/gtpo
     torchrun --nproc-per-node 2 -m megatron_rl selftest --policy-loss examples.gtpo.gtpo --context-parallel-size 2
@@ -28,17 +21,10 @@ from megatron_rl.losses.token_batch import TokenBatch
 from megatron_rl.ops.ratios import clipped_objective
 
 SMALLEST_ENTROPY = 1e-3  # nats: below it a token counts as sure, so that no inverse is huge
+SHARE = Parameter("gtpo_share", default=0.1, minimum=0.0, maximum=1.0, help="the part of an advantage that follows the entropy")
 
 
-@register_policy_loss(
-    "gtpo",
-    level="batch",
-    clip_ratios=(0.2, 0.28),
-    needs=("entropy",),
-    parameters=(
-        Parameter("gtpo_share", default=0.1, minimum=0.0, maximum=1.0, help="the part of an advantage that follows the entropy"),
-    ),
-)
+@register_policy_loss("gtpo", level="batch", clip_ratios=(0.2, 0.28), needs=("entropy",), parameters=(SHARE,))
 def gtpo(
     batch: TokenBatch,
     *,
@@ -51,11 +37,6 @@ def gtpo(
     sure = entropy.clamp(min=SMALLEST_ENTROPY)
     both = torch.stack([sure, 1 / sure], dim=-1)
     shares = both / batch.of_tokens(batch.sample_mean(both)).clamp(min=torch.finfo(both.dtype).tiny)
-    share = torch.where(batch.advantages > 0, shares[:, 0], shares[:, 1])
-    weight = torch.where(batch.loss_mask, 1 + gtpo_share * (share - 1), 0.0)
-    return clipped_objective(
-        batch.log_ratio,
-        weight * batch.advantages,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-    )
+    weight = 1 + gtpo_share * (torch.where(batch.advantages > 0, shares[:, 0], shares[:, 1]) - 1)
+    advantages = torch.where(batch.loss_mask, weight, 0.0) * batch.advantages
+    return clipped_objective(batch.log_ratio, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)

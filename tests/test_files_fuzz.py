@@ -22,7 +22,7 @@ from forked import forked
 from safetensors.torch import save
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.train.hf_tokenizer import _end_tokens
+from megatron_rl.train.hf_tokenizer import end_tokens_of
 from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.user_tasks import _read_records
@@ -110,7 +110,7 @@ FOLDER: dict[str, tuple[bytes, Change]] = {
 
 
 def read_model() -> None:
-    _end_tokens(Path(), 0)
+    end_tokens_of(Path(), 0)
     read_hf_model("")
 
 
@@ -127,7 +127,7 @@ KINDS: dict[str, tuple[Callable[[], dict[str, tuple[bytes, Change]]], Callable[[
     ),
     "prompts": (
         lambda: {"p.jsonl": (json.dumps(PROMPT).encode() + b"\n", of_json)},
-        lambda: list(_read_records(Path("p.jsonl"), takes_messages=True)),
+        lambda: _read_records("p.jsonl"),
     ),
 }
 

@@ -51,7 +51,7 @@ EXTRAS_OF_ROOM = {
     "testing": ("megatron", "testing"),
     "train": ("megatron", "train"),
     "commands": ("megatron",),
-    "benchmarks": ("megatron", "triton", "train"),
+    "benchmarks": ("megatron", "triton"),
 }
 # Packages of which no extra is to ask for -> why.
 WITHOUT_EXTRA = {
@@ -214,9 +214,8 @@ def test_the_extras_of_a_room_have_what_it_imports_and_nothing_else(package_tree
             MODULE_OF_REQUIREMENT.get(name, name.replace("-", "_")): name for extra in names_of_extras for name in extras[extra]
         }
         assert imported <= set(wanted), f"{room}: no extra of {names_of_extras} has {imported - set(wanted)}"
-        # The rooms of the core share the extras megatron and triton, and benchmarks/ draws with a package of train/.
-        shared = ("megatron", "triton") if room != "benchmarks" else ("megatron", "triton", "train")
-        own = {name for extra in names_of_extras if extra not in shared for name in extras[extra]}
+        # The rooms of the core share the extras megatron and triton.
+        own = {name for extra in names_of_extras if extra not in ("megatron", "triton") for name in extras[extra]}
         unused = {name for module, name in wanted.items() if name in own and module not in imported} - set(IMPORTED_ELSEWHERE)
         assert not unused, f"{room} does not import {unused}, of its extras"
 

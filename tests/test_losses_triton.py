@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 from helpers import KERNEL_DEVICE, PARAMETERS, clip_for, random_batch
+from launches import counted_launches
 from sass_gate import TorchOperations
 from torch import Tensor
 
-from benchmarks.launches import counted_launches
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss

@@ -93,7 +93,7 @@ def test_a_resumed_run_does_not_go_on_in_the_rollouts_of_another(tmp_path):
     before = Path("a.jsonl").read_bytes()
     for line in (f"{flags} a.jsonl --output-dir b --resume", f"{flags} a.jsonl --output-dir c --load b"):
         refused = command_line.Command(line.replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
-        assert refused.wait() == [2] and "--save-rollouts a.jsonl: a.jsonl holds rollouts of another run" in refused.output()
+        assert refused.wait() == [2] and "--save-rollouts a.jsonl holds rollouts of another run" in refused.output()
     assert Path("a.jsonl").read_bytes() == before and not Path("c/checkpoints").exists()
     command_line.run(f"{flags} a.jsonl --output-dir a --resume".replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
     batches = list(load_rollouts("a.jsonl"))

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.train import quiet_megatron
 from megatron_rl.errors import ConfigError
 from megatron_rl.testing.model_shapes import SHAPES, shape_of
 
@@ -157,8 +156,9 @@ def rows_of(args: Namespace) -> list[Row]:
 
 
 def bench_of(args: Namespace) -> WholeSteps:
-    quiet_megatron()
+    from megatron_rl.megatron.cpu import quiet_megatron
 
+    quiet_megatron()
     from megatron_rl.testing.layout_step import Layout
     from megatron_rl.testing.selftest import WholeSteps
 

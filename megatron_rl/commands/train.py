@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import sys
-import warnings
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -47,6 +46,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def run(args: Namespace) -> int:
+    from megatron_rl.megatron.cpu import quiet_megatron
     from megatron_rl.train.output_dir import check_vocabulary
 
     logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
@@ -121,10 +121,3 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def quiet_megatron() -> None:
-    """Megatron-Core warns at import of what it does without (Transformer Engine, apex); `doctor` is the place for that."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # what it logs it raises too

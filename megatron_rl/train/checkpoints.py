@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.layout.agreement import on_all_ranks
-from megatron_rl.layout.groups import process_group, resolve_groups
-from megatron_rl.megatron.model import model_config_of
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -98,7 +96,7 @@ def save_checkpoint(
 
     with _writable(final):
         _on_first_rank(make_empty)
-        model_state = _sharded_model_state(model)
+        model_state = model.module.sharded_state_dict()
         state = {
             "model": model_state,
             "optimizer": optimizer.sharded_state_dict(model_state, metadata=OPTIMIZER_FORMAT),
@@ -170,7 +168,7 @@ def load_checkpoint(
             saved = dist_checkpointing.load_common_state_dict(str(checkpoint))
         _check_description(checkpoint, saved, description)
         _give_adam_a_state(optimizer)
-        model_state = _sharded_model_state(model)
+        model_state = model.module.sharded_state_dict()
         of_optimizer = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=OPTIMIZER_FORMAT)
         with _readable(checkpoint):
             loaded = dist_checkpointing.load({"model": model_state, "optimizer": of_optimizer}, str(checkpoint))
@@ -320,15 +318,6 @@ def _replace_directory(final: Path, partial: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sharded_model_state(model: DistributedDataParallel) -> dict[str, Any]:
-    """With multi-token prediction the last stage has the embedding too, and Megatron asks whose copies these are."""
-    if not model_config_of(model).mtp_num_layers:
-        whole: dict[str, Any] = model.module.sharded_state_dict()
-        return whole
-    shared: dict[str, Any] = model.module.sharded_state_dict(metadata={"dp_cp_group": process_group(resolve_groups().dp_cp)})
-    return shared
 
 
 def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import EmptySteps, PolicyLossConfig
+from megatron_rl.config import EmptySteps, PolicyLossConfig, Watchdog
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -37,7 +37,7 @@ from megatron_rl.train.document_steps import DocumentSteps
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import record_of, save_rollouts, truncate_rollouts
+from megatron_rl.train.rollout_files import record_of, save_rollouts
 from megatron_rl.train.rollouts import (
     Microbatches,
     Sample,
@@ -49,7 +49,7 @@ from megatron_rl.train.rollouts import (
 )
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
-from megatron_rl.train.watchdog import RunWatchdog, WatchdogState
+from megatron_rl.train.watchdog import WatchdogState, look
 from megatron_rl.train.writers import (
     LENGTH,
     REWARD,
@@ -151,17 +151,13 @@ class TrainingRun:
         self._start, self._progress, self._run_id = start, start.progress, run_id
         self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
         self._is_first_rank = dist.get_rank() == 0
-        is_float32 = not trainer.settings.bf16
-        self._watchdog = RunWatchdog(config, start.watchdog, is_first_rank=self._is_first_rank, is_float32=is_float32)
-        self._output_dir = Path(options.output_dir)
-        self._last_saved: tuple[int, Path] | None = None
+        self._watchdog = start.watchdog
+        self._saved_steps = start.progress.num_steps
+        self._checkpoint: Path | None = None
 
     def run(self) -> Outcome:
         """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
-        if options.save_rollouts:
-            kept = self._progress.num_rollouts
-            on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
         total = None  # a file may end before, and documents make as many steps as they make
         if is_static and not options.rollouts and options.num_rollouts is not None:
@@ -172,12 +168,7 @@ class TrainingRun:
             make_bar(total, self._progress.num_steps) if self._is_first_rank else contextlib.nullcontext() as self._bar,
             contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
-            stop = StopRule(
-                signals,
-                max_seconds=options.max_seconds,
-                target_reward=options.target_reward,
-                recent_rewards=self._start.recent_rewards,
-            )
+            stop = StopRule(signals, options.max_seconds, options.target_reward, self._start.recent_rewards)
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
             else:
@@ -215,9 +206,8 @@ class TrainingRun:
             if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
                 self._show(self._rollouts.lines_about(rollout, options.show_samples))
             headers = rollout.headers
-            reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
-            of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
+            of_rollout = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
             if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
@@ -227,7 +217,7 @@ class TrainingRun:
     def _show(self, lines: list[str]) -> None:
         """On the terminal, beside the bar, and in SAMPLES_FILE."""
         say = partial(print if self._bar is None else self._bar.write, file=sys.stderr)
-        path = self._output_dir / SAMPLES_FILE
+        path = Path(self._options.output_dir) / SAMPLES_FILE
         with names_what_cannot_be_written(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:
                 print(line, file=file)
@@ -299,7 +289,7 @@ class TrainingRun:
                 microbatches,
                 num_documents=step.num_documents,
                 policy_version=steps_done,
-                counts_phantoms=self._watchdog.counts_phantoms(steps_done),
+                counts_phantoms=self._config.watchdog != Watchdog.OFF and steps_done == 0,
                 selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
@@ -313,10 +303,9 @@ class TrainingRun:
 
     def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""
-        progress, seconds, reward = self._progress, time.monotonic() - began, of_rollout[REWARD]
-        if progress.first_reward is None:
-            progress.first_reward = reward
-        progress.last_reward = reward
+        progress, seconds = self._progress, time.monotonic() - began
+        progress.last_reward = of_rollout[REWARD]
+        progress.first_reward = progress.last_reward if progress.first_reward is None else progress.first_reward
         progress.num_steps += 1
         progress.samples_seen += int(metrics["num_samples"])
         progress.prompts_seen += int(metrics["num_prompts"])
@@ -339,26 +328,25 @@ class TrainingRun:
         if self._bar is not None:
             self._bar.set_postfix_str(describe(row), refresh=False)
             self._bar.update()
-        self._watchdog.look(progress.num_steps, row)
+        is_float32 = not self._trainer.settings.bf16
+        self._watchdog = look(
+            self._config, self._watchdog, progress.num_steps, row, speaks=self._is_first_rank, is_float32=is_float32
+        )
 
     def _make_writer(self) -> MetricsWriter:
         options, wandb = self._options, None
         if options.wandb_project is not None:
             wandb = {"project": options.wandb_project, "config": settings_of(options, self._config)}
-        return MetricsWriter(self._output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
+        return MetricsWriter(options.output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
 
     def _save(self, stop: StopRule) -> Path | None:
-        """Saves a checkpoint of this state, unless it was saved last or nothing has been trained."""
-        if self._progress.num_steps == (self._start.step or 0):
-            return None
-        if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
+        """Saves a checkpoint of this state, unless it is saved already. None where nothing has been trained."""
+        if self._saved_steps != self._progress.num_steps:
             counters: dict[str, Any] = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
-            counters |= {"watchdog": dataclasses.asdict(self._watchdog.state), "settings": settings_of(self._options, self._config)}
+            counters |= {"watchdog": dataclasses.asdict(self._watchdog), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()
-            directory = self._output_dir / CHECKPOINT_DIRECTORY
-            self._last_saved = (
-                self._progress.num_steps,
-                self._trainer.save(directory, self._progress.num_steps, counters),
-            )
-        return self._last_saved[1]
+            directory = Path(self._options.output_dir) / CHECKPOINT_DIRECTORY
+            self._saved_steps = self._progress.num_steps
+            self._checkpoint = self._trainer.save(directory, self._saved_steps, counters)
+        return self._checkpoint

@@ -48,13 +48,8 @@ class StopRule:
     """Asks all ranks once a rollout. `reason` says why in words; `exit_code` is 0 unless a signal ended the run."""
 
     def __init__(
-        self,
-        signals: StopSignals,
-        *,
-        max_seconds: float | None,
-        target_reward: float | None,
-        recent_rewards: Iterable[float],
-    ) -> None:
+        self, signals: StopSignals, max_seconds: float | None, target_reward: float | None, recent_rewards: Iterable[float]
+    ):
         self.reason: str | None = None
         self.exit_code = 0
         self.recent_rewards: deque[float] = deque(recent_rewards, maxlen=TARGET_REWARD_WINDOW)

@@ -1,0 +1,122 @@
+"""examples/selections.py, fipo.py and gtpo.py: what each makes of a step is what the package, or the formula, makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, loop_log_probs, names_forgotten, pool_of, random_batch
+
+from megatron_rl import TokenSelectionSettings, policy_loss, select_tokens
+from megatron_rl.layout.groups import SINGLE
+
+pool = pool_of(3, use_megatron=False)
+
+
+def example(name: str) -> ModuleType:
+    module = ModuleType(name)
+    exec((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8"), vars(module))
+    return module
+
+
+# Selections
+
+LENGTHS = (9, 2, 14, 5, 7, 11, 1)
+SAMPLES = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])
+
+
+def step():
+    """Entropies with ties, and covariances of which about a third are between 1 and 5."""
+    generator = torch.Generator().manual_seed(3)
+    entropy = torch.randint(6, (len(SAMPLES),), generator=generator) / 4
+    log_probs, advantages = (2 * torch.randn(len(SAMPLES), generator=generator, dtype=torch.float64) for _ in range(2))
+    return entropy, log_probs, advantages, torch.rand(len(SAMPLES), generator=generator) > 0.2
+
+
+def weights_on_rank(rank, cut, size):
+    """The tokens of this rank, and what the example and the package make of them. An example's weights are of one call a step."""
+    tokens = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(9))  # any order of the tokens will do
+    tokens = tokens[(SAMPLES if cut == "samples" else SAMPLES + POSITIONS)[tokens] % size == rank]
+    entropy, log_probs, advantages, mask = (values[tokens] for values in step())
+    selections, group = example("selections"), dist.group.WORLD if size > 1 else None
+    order = SAMPLES[tokens] * 2**32 + POSITIONS[tokens]
+    answers = {
+        "top_entropy": selections.top_entropy(entropy, mask, order, share=0.29, group=group),
+        "every clip_cov": selections.clip_cov(log_probs, advantages, mask, order, share=1.0, seed=5, group=group),
+        "clip_cov": selections.clip_cov(log_probs, advantages, mask, order, share=0.1, seed=5, group=group),
+    }
+    given = {"loss_mask": mask, "cu_seqlens": torch.arange(len(tokens) + 1), "sample_ids": SAMPLES[tokens]}
+    given |= {"positions": POSITIONS[tokens], "group": group or SINGLE}
+    top = select_tokens(TokenSelectionSettings(kind="top_entropy", share=0.29), entropy=entropy, **given)
+    clip = select_tokens(TokenSelectionSettings(kind="clip_cov", share=1.0), log_probs=log_probs, advantages=advantages, **given)
+    return tokens, answers, {"top_entropy": top.importance_weights, "every clip_cov": clip.importance_weights}
+
+
+@pytest.mark.parametrize(("cut", "size"), [("samples", 1), ("samples", 3), ("tokens", 3)])
+def test_a_selection_is_the_package_s_for_any_cut_of_the_step(pool, cut, size):
+    whole = {name: torch.full((len(SAMPLES),), -1.0) for name in ("top_entropy", "every clip_cov", "clip_cov")}
+    for tokens, answers, expected in pool.run(weights_on_rank, cut, size, world_size=size):
+        for name, weights in expected.items():
+            assert torch.equal(answers[name], weights), name
+        for name, weights in answers.items():
+            whole[name][tokens] = weights
+    left_out, candidates = (whole[name] == 0 for name in ("clip_cov", "every clip_cov"))
+    num_tokens = int(step()[-1].sum())
+    assert int(whole["top_entropy"].sum()) == int(0.29 * num_tokens)
+    assert int(left_out.sum()) == int(0.1 * num_tokens) < int(candidates.sum()) and bool(candidates[left_out].all())
+    assert left_out.nonzero()[:, 0].tolist() == [1, 7, 24, 29]  # the draw of this seed, in each layout
+
+
+# Weights of advantages
+
+
+def gradient(batch, loss, advantages=None, **settings):
+    """The loss and its gradient by the logits, with advantages of tokens where some are given."""
+    logits = batch.logits.clone().requires_grad_()
+    labels, old, of_samples, *others = batch.arguments()
+    per = {} if advantages is None else {"advantages_per": "token"}
+    value = policy_loss(
+        loss, logits, labels, old, of_samples if advantages is None else advantages, *others, **per, **settings
+    ).loss
+    value.backward()
+    return [value.detach(), logits.grad]
+
+
+def spread_advantages(batch):
+    return batch.advantages.repeat_interleave(torch.tensor([len(document) for document in batch.documents]))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_grpo_on_the_advantages_of_fipo_is_its_loss(sign):
+    """Ratios on both sides of the clips and of the limit, a sample without a trained token, and weights of 0.5 and more."""
+    batch = random_batch([40, 3, 17, 1], num_masked=(7, 3, 0, 0), noise=0.7, seed=3)
+    batch = replace(batch, advantages=sign * batch.advantages)
+    settings = {"half_life": 5.0, "weight_low": 0.5, "weight_high": 0.6, "ratio_limit": 2.0}
+    expected = gradient(batch, "fipo", loss_parameters={f"fipo_{name}": value for name, value in settings.items()})
+    log_probs = loop_log_probs(batch.logits, batch.labels)
+    before = (log_probs, batch.old_log_probs, spread_advantages(batch), batch.loss_mask, batch.cu_seqlens)
+    advantages = example("fipo").future_kl_advantages(*before, **settings)
+    assert len({*(advantages / spread_advantages(batch)).tolist()}) > 20
+    found = gradient(batch, "grpo", advantages, clip_ratio_low=0.2, clip_ratio_high=0.28, loss_parameters={"clip_ratio_c": 2.0})
+    # The losses get advantages in float32.
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    at_first = example("fipo").future_kl_advantages(log_probs, log_probs, *before[2:])
+    assert torch.equal(at_first, before[2])
+
+
+def test_gtpo_is_grpo_with_its_share_of_each_advantage():
+    batch, weighted = random_batch([9, 4, 6]), []
+    entropy = torch.distributions.Categorical(logits=batch.logits).entropy()
+    for document, advantage in zip(batch.documents, batch.advantages, strict=True):
+        trained = [token for token in document if batch.loss_mask[token]]
+        of_token = entropy if advantage > 0 else 1 / entropy
+        mean = of_token[trained].mean()
+        weighted += [advantage * (1 + 0.4 * (of_token[token] / mean - 1)) for token in document]
+    expected = gradient(batch, "grpo", torch.stack(weighted), clip_ratio_low=0.2, clip_ratio_high=0.28)
+    with names_forgotten():
+        example("gtpo")
+        torch.testing.assert_close(gradient(batch, "gtpo", loss_parameters={"gtpo_share": 0.4}), expected, rtol=1e-6, atol=1e-7)
