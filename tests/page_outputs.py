@@ -184,15 +184,15 @@ def of_the_examples_of_testing(command: str) -> str:
 
 
 def launch_of(host: str, *more: str) -> Namespace:
-    """What the host's parser makes of examples/HOST/dr_grpo.sh."""
-    script = (ROOT / "examples" / host / "dr_grpo.sh").read_text(encoding="utf-8")
+    """What the host's parser makes of examples/HOST/gspo_prompt_mean.sh."""
+    script = (ROOT / "examples" / host / "gspo_prompt_mean.sh").read_text(encoding="utf-8")
     flags = script.split("LINES=(")[1].split("\n)")[0]
     settings = whole_numbers(settings_of([*shlex.split(flags, comments=True), *more]))
     return namespace_of(settings, **({"allow_partial_train_step": False} if host == "miles" else {}))
 
 
 def of_the_init_hook(command: str) -> str:
-    """Its line for examples/HOST/dr_grpo.sh, on one rank, with the installed Megatron."""
+    """Its line for examples/HOST/gspo_prompt_mean.sh, on one rank, with the installed Megatron."""
     host = re.search(r"examples/(\w+)/", command)[1]
 
     def on_rank(rank: int) -> str:

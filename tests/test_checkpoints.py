@@ -1,8 +1,9 @@
-"""Checkpoints: bitwise resume, other layouts, saves that are cut off, damaged and foreign files, and what is refused by name."""
+"""Checkpoints: each kind of run killed and resumed, saves that are cut off, damaged and foreign files, and what is refused."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
@@ -11,14 +12,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import trainer_cases as cases
 from helpers import error_of, pool_of
+from safetensors.torch import save_file
+from test_files_fuzz import MODEL, SHAPES
+from test_train_docs_per_step import write_file
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -26,6 +31,8 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankError
 from megatron_rl.train import checkpoints
 from megatron_rl.train.checkpoints import CHECKSUMS
+from megatron_rl.train.hf_weights import read_hf_model
+from megatron_rl.train.writers import MetricsWriter
 
 pytestmark = pytest.mark.megatron
 
@@ -34,56 +41,122 @@ CONFIG = PolicyLossConfig(
     policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, clip_ratio_low=0.1, clip_ratio_high=0.1
 )
 OPTIONS = {"num_rollouts": 2, "save_interval": 1, "steps_per_rollout": 2}
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
 pool = pool_of(2)
 
 
-def run_on_rank(rank, output_dir, options, settings, resume=False):
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of run on two ranks; `other`: another layout of two ranks that goes on with it, with its settings of the trainer."""
+
+    layout: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, int] | None = None
+    other_settings: dict[str, Any] = field(default_factory=dict)
+
+
+SHARDED = {"experts": EXPERTS, "use_distributed_optimizer": True}
+KINDS = {
+    # Another layout rounds its 16 bits in other places.
+    "dense, float32 weights beside the model's": Kind(layout={cases.TP: 2}, settings={"bf16": True, "sequence_parallel": True}),
+    "dense": Kind(layout={cases.TP: 2}, other={cases.PP: 2}),
+    "dense, distributed optimiser, a schedule": Kind(
+        settings={"use_distributed_optimizer": True, "lr_decay_style": "linear", "lr_decay_iters": 9}, other={cases.CP: 2}
+    ),
+    "experts, router replay": Kind(
+        layout={EP: 2},
+        settings=SHARDED,
+        options={"router_replay": "rollout"},
+        other={cases.TP: 2, EP: 2, ETP: 1},
+        other_settings={"sequence_parallel": True},
+    ),
+    "kept ids of top-p, recorded": Kind(options={"top_p": 0.8, "save_rollouts": "samples.jsonl"}, other={cases.TP: 2}),
+    "recorded rollouts": Kind(options={"rollouts": "rollouts.jsonl"}, other={cases.TP: 2}),
+    # Which documents share a step depends on the data-parallel ranks, and no other layout of two ranks has two.
+    "steps of documents": Kind(
+        config={"docs_per_step": 8}, options={"rollouts": "rollouts.jsonl", "num_rollouts": None, "micro_batch_size": 2}
+    ),
+    "a Hugging Face folder": Kind(
+        layout={cases.TP: 2}, settings={"hf_model": "model", "num_layers": 1, "hidden_size": 8, "vocab_size": 10}, other={}
+    ),
+}
+
+
+def kind_on_rank(rank, folder, output_dir, kind, layout_settings, resume, row_of_kill):
+    """A run of this kind. With row_of_kill rank 0 is killed when it has written that row."""
+    settings = {**kind.settings, **layout_settings}
+    if "hf_model" in settings:
+        settings["hf_model"] = read_hf_model(folder / settings["hf_model"])
+    options = dict(kind.options)
+    for name, place in (("rollouts", folder), ("save_rollouts", output_dir)):
+        if name in options:
+            options[name] = str(place / options[name])
+    write = MetricsWriter.write
+
+    def write_and_stop(self, step, metrics):
+        write(self, step, metrics)
+        if step == row_of_kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(MetricsWriter, "write", write_and_stop):
+        return run_on_rank(rank, output_dir, {**OPTIONS, **options}, settings, resume, replace(CONFIG, **kind.config))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Path:
+    """A file of four rollouts of twelve samples, and a model of a layer with a vocabulary of 10."""
+    folder = tmp_path_factory.mktemp("given")
+    write_file(folder / "rollouts.jsonl", [[[3, 4, 2, 4], [1, 4, 4, 2], [4, 4, 3, 1]]] * 4)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(shape, generator=generator) / 4 for name, shape in SHAPES.items()}
+    save_file(weights, folder / "model" / "model.safetensors")
+    return folder
+
+
+def samples_of(file: Path) -> list[dict]:
+    return [json.loads(line)["samples"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(pool, tmp_path, given, name):
+    """FB-90: a SIGKILL one row after a saved step. Catches Adam's moments or steps that start anew, prompts or noise that repeat,
+    rows or samples of a lost rollout that stay; on the other layout shards in another order, moments of other parameters, padded
+    vocabulary that is taken for a token."""
+    kind = KINDS[name]
+
+    def run(output, layout, layout_settings=(), *, resume=False, row_of_kill=None):
+        beside = (kind, dict(layout_settings), resume, row_of_kill)
+        return pool.run(kind_on_rank, given, tmp_path / output, *beside, world_size=2, **layout)
+
+    whole = run("whole", kind.layout)
+    with pytest.raises(RankError, match="SIGKILL"):
+        run("killed", kind.layout, row_of_kill=3)
+    assert len(cases.metrics_of(tmp_path / "killed")) == 3
+    assert checkpoints.latest_checkpoint(tmp_path / "killed" / "checkpoints").name == "step_00000002"
+    shutil.copytree(tmp_path / "killed", tmp_path / "other")
+    resumed = run("killed", kind.layout, resume=True)
+    rows = cases.metrics_of(tmp_path / "whole")
+    assert len(rows) > 3 and cases.metrics_of(tmp_path / "killed") == rows
+    for (outcome, weights), (expected, truth) in zip(resumed, whole, strict=True):
+        assert outcome.progress == expected.progress
+        assert all(torch.equal(value, weights[name][2]) for name, (_, _, value) in truth.items())
+    assert samples_of(tmp_path / "killed" / "samples.jsonl") == samples_of(tmp_path / "whole" / "samples.jsonl")
+    if kind.other is not None:
+        run("other", kind.other, kind.other_settings, resume=True)
+        # 1e-5 relative or 1e-6 absolute: float32 in other orders through the steps of Adam stays ten times below that.
+        assert cases.unlike_metrics(cases.metrics_of(tmp_path / "other"), rows) == []
+
+
+def run_on_rank(rank, output_dir, options, settings, resume=False, config=CONFIG):
     base = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
     if base is not None:  # Megatron-Core up to 0.16 counts the saves of a process, and ranks of a pool have saved unlike numbers
         base.async_calls = type(base.async_calls)()
-    return cases.run_loop(output_dir, CONFIG, options, settings=settings, resume=resume)
-
-
-SAME_LAYOUT = [
-    pytest.param({cases.TP: 2}, {"bf16": True, "sequence_parallel": True}, id="TP2+SP in bf16: float32 weights beside the model's"),
-    pytest.param({}, {"use_distributed_optimizer": True}, id="DP2, distributed optimiser"),
-]
-
-
-@pytest.mark.parametrize(("layout", "settings"), SAME_LAYOUT)
-def test_a_run_resumed_on_its_layout_is_bitwise_the_uninterrupted_one(pool, tmp_path, layout, settings):
-    """FB-90: catches Adam's moments or steps that start anew, prompts or noise that repeat, rows of a lost rollout that stay."""
-    run = partial(pool.run, run_on_rank, world_size=2, **layout)
-    complete = run(tmp_path / "complete", OPTIONS, settings)
-    saves = Path(shutil.copytree(tmp_path / "complete", tmp_path / "resumed")) / "checkpoints"
-    (saves / "latest").write_text("step_00000002\n")
-    shutil.rmtree(saves / "step_00000004")
-    resumed = run(tmp_path / "resumed", OPTIONS, settings, True)
-    rows = cases.metrics_of(tmp_path / "complete")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and cases.metrics_of(tmp_path / "resumed") == rows
-    for (outcome, weights), (expected, truth) in zip(resumed, complete, strict=True):
-        assert outcome.progress == expected.progress
-        assert outcome.progress.samples_seen == 2 * 16 and outcome.progress.num_rollouts == 2
-        assert all(torch.equal(value, weights[name][2]) for name, (_, _, value) in truth.items())
-
-
-CHAINS = [
-    pytest.param([(2, {cases.TP: 2}), (1, {}), (2, {cases.PP: 2})], {}, id="TP2 to one rank to PP2"),
-    pytest.param([(2, {}), (1, {}), (2, {cases.CP: 2})], {"use_distributed_optimizer": True}, id="distributed, DP2 to 1 to CP2"),
-]
-
-
-@pytest.mark.parametrize(("chain", "settings"), CHAINS)
-def test_a_run_goes_on_on_other_layouts_with_the_same_numbers(pool, tmp_path, chain, settings):
-    """A rollout on each layout in turn, against three on one rank. Catches shards in another order, moments of other parameters,
-    padded vocabulary that is taken for a token, counters that a layout changes. FB-90, under the pool's timeout."""
-    pool.run(run_on_rank, tmp_path / "one", {**OPTIONS, "num_rollouts": 3}, settings, world_size=1)
-    for leg, (world_size, layout) in enumerate(chain):
-        options = {**OPTIONS, "num_rollouts": leg + 1}
-        answers = pool.run(run_on_rank, tmp_path / "chain", options, settings, leg > 0, world_size=world_size, **layout)
-    # 1e-5 relative or 1e-6 absolute: float32 in other orders through the steps of Adam stays ten times below that.
-    assert cases.unlike_metrics(cases.metrics_of(tmp_path / "chain"), cases.metrics_of(tmp_path / "one")) == []
-    assert answers[0][0].progress.num_steps == 6 and answers[0][0].progress.samples_seen == 3 * 16
+    return cases.run_loop(output_dir, config, options, settings=settings, resume=resume)
 
 
 def save_on_rank(rank, directory, num_saves=2):

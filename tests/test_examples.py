@@ -23,22 +23,17 @@ from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.megatron.packed_bins import samples_of_bin
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-# script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.
-EXPECTED = {
-    "grpo": (Route.REDUCER, "grpo", "sample_mean", None),
-    "dr_grpo": (Route.REDUCER, "grpo", "constant", None),
-    "dapo": (Route.REDUCER, "grpo", "prompt_mean", "reward"),
-    "gspo": (Route.CUSTOM_LOSS, "gspo", "sample_mean", None),
-}
+SCRIPT = "gspo_prompt_mean.sh"
 HOSTS = ("miles", "slime")
+# Flags that stand in the script of miles, which slime's starts, as a comment, for Dr. GRPO, and those that they take the place of.
+COMMENTED, REPLACED = re.compile(r"^    # (--.*)$", re.M), re.compile(r"^    --advantage-estimator.*?(?=\n\n)", re.M | re.S)
 # Of Megatron-LM's parser; the flags of miles and slime are looked for in a checkout, where one is at hand.
 FLAGS_OF_MEGATRON = (
-    "--perform-rl-step --rl-use-sequence-packing --grpo-prompts-per-step --grpo-group-size --global-batch-size "
-    "--grpo-filter-groups-with-same-reward"
+    "--perform-rl-step --rl-use-sequence-packing --grpo-prompts-per-step --grpo-group-size --global-batch-size"
 ).split()
 FLAGS_OF_HOSTS = (
-    "--rollout-batch-size --n-samples-per-prompt --global-batch-size --rollout-max-response-len --dynamic-sampling-filter-path "
-    "--advantage-estimator --disable-grpo-std-normalization --eps-clip --eps-clip-high --use-kl-loss --kl-loss-coef --kl-loss-type "
+    "--rollout-batch-size --n-samples-per-prompt --global-batch-size --rollout-max-response-len "
+    "--advantage-estimator --disable-grpo-std-normalization --eps-clip --eps-clip-high "
     "--loss-type --custom-loss-function-path --custom-pg-loss-reducer-function-path --custom-reward-post-process-path "
     "--custom-megatron-init-path --custom-megatron-before-train-step-hook-path"
 ).split()
@@ -86,13 +81,16 @@ def whole_numbers(settings: dict[str, object]) -> dict[str, object]:
     return {flag: int(value) if isinstance(value, float) and value >= 1 else value for flag, value in settings.items()}
 
 
-SCRIPTS = [pytest.param(host, name, id=f"{host} {name}") for host in HOSTS for name in EXPECTED]
-
-
-@pytest.mark.parametrize(("host", "name"), SCRIPTS)
-def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, host, name):
+@pytest.mark.parametrize("is_dr_grpo", [False, True])
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, tmp_path, host, is_dr_grpo):
     """Catches a flag that does not exist, a path that does not load, and a combination that the init hook would refuse."""
-    line = words(EXAMPLES / host / f"{name}.sh")
+    script = EXAMPLES / host / SCRIPT
+    if is_dr_grpo:
+        text = (EXAMPLES / "miles" / SCRIPT).read_text(encoding="utf-8")
+        script = tmp_path / SCRIPT
+        script.write_text(COMMENTED.sub(r"\1", REPLACED.sub("", text)), encoding="utf-8")
+    line = words(script)
     assert line[:3] == ["-m", "megatron_rl.hosts.launch", "train.py"]
     assert line[-2:] == ["--tensor-model-parallel-size", "2"]
     settings = settings_of(line[3:-2])
@@ -105,22 +103,20 @@ def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, hos
     args = namespace_of(whole_numbers(settings), **of_miles)
     launch = check_launch(args)
     assert launch.host.name == host
-    route, loss, aggregation, companion = EXPECTED[name]
-    assert (launch.route, launch.config.loss_aggregation, launch.has_reward_hook) == (route, aggregation, companion == "reward")
-    assert settings["--advantage-estimator"] == loss
+    found = (launch.route, settings["--advantage-estimator"], launch.config.loss_aggregation, launch.has_reward_hook)
+    gspo, dr_grpo = (Route.CUSTOM_LOSS, "gspo", "prompt_mean", True), (Route.REDUCER, "grpo", "constant", False)
+    assert found == (dr_grpo if is_dr_grpo else gspo)
     assert launch_warnings(launch) == []
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_script_of_megatron_lm_does_what_it_says(words, name):
-    line = words(EXAMPLES / "megatron_lm" / f"{name}.sh")
+def test_the_script_of_megatron_lm_does_what_it_says(words):
+    line = words(EXAMPLES / "megatron_lm" / SCRIPT)
     assert Path(line[2]).resolve() == EXAMPLES / "megatron_lm" / "train_policy.py"
     settings = settings_of(line[3:-2])
     assert set(settings) <= our_flags() | set(FLAGS_OF_MEGATRON)
     of_train_rl = {"grpo_clamp_eps_lower": 0.01, "grpo_clamp_eps_upper": 0.01, "grpo_kl_beta": 0.001, "rl_default_temperature": 0.7}
     config = megatron_lm_config(namespace_of(whole_numbers(settings), **of_train_rl))
-    _, loss, aggregation, _ = EXPECTED[name]
-    assert (config.policy_loss, config.loss_aggregation, config.policy_temperature) == (loss, aggregation, 0.7)
+    assert (config.policy_loss, config.loss_aggregation, config.policy_temperature) == ("gspo", "prompt_mean", 0.7)
 
 
 @pytest.mark.host
@@ -128,9 +124,6 @@ def test_the_flags_of_the_hosts_are_their_own():
     for host, root in roots_by_environment().items():
         source = (Path(root) / host / "utils" / "arguments.py").read_text(encoding="utf-8")
         assert [flag for flag in FLAGS_OF_HOSTS if f'"{flag}"' not in source] == []
-        path = re.search(r"--dynamic-sampling-filter-path (\S+)", (EXAMPLES / host / "dapo.sh").read_text())[1]
-        module, _, function = path.rpartition(".")
-        assert f"def {function}(" in (Path(root) / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("is_correction", [False, True])

@@ -87,18 +87,6 @@ def test_the_share_of_groups_without_signal_by_hand():
     assert share_without_signal(samples) == pytest.approx(1 / 3)
 
 
-def test_rewards_whose_squares_no_float_holds_are_bad_data():
-    with pytest.raises(DataError, match=r"rewards of up to 1e\+300 have no mean and deviation in float64"):
-        group_advantages([1e300, 0.0], ["q", "q"])
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_names_its_prompt(reward):
-    """Catches one NaN that would silently become the advantage of its whole group."""
-    with pytest.raises(DataError, match=r"prompt 'q' has a reward of (nan|inf), it must be finite"):
-        group_advantages([0.0, reward], ["p", "q"])
-
-
 def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
     """FB-07: 5 prompts in 2 steps: 3 and 2. Catches a group cut in two, whose prompt_mean would count the prompt twice."""
     batch = make_batch(["a", "a", "b", "c", "b", "d", "e", "e"])
@@ -147,13 +135,6 @@ def test_no_rank_is_idle_in_a_step_of_prompts_that_take_turns_in_the_file(dp_siz
     shared = SharedRollout.of(make_batch(["p", "q"] * 3), 0, dp_size)
     for step in split_into_steps(shared.headers, 2, 0):
         assert {header.dp_rank for header in step} == set(range(dp_size))
-
-
-def test_a_step_without_samples_and_a_size_of_zero_are_refused():
-    with pytest.raises(DataError, match="a step without samples"):
-        partition([], 0, None)
-    with pytest.raises(ConfigError, match=r"--micro-batch-size 0 must be at least 1"):
-        partition(SharedRollout.of(make_batch(["p"]), 0, 1).headers, 0, 0)
 
 
 # The file
@@ -346,16 +327,9 @@ def rows_of_rollouts(**changes) -> list[Sample]:
     ]
 
 
-def test_the_baseline_of_a_group_is_over_rollouts_and_not_over_rows():
-    """FB-143: a rollout of many turns would pull the mean of its group to its own reward, and its own advantage to 0."""
-    rollouts, prompts, rewards = ([*column] for column in zip(*ROWS, strict=True))
-    found = group_advantages(rewards, prompts, "none", rollouts)
-    # Mean 1/3 over A, B and C; over the rows of p it is 3/5.
-    assert found == pytest.approx([2 / 3, -1 / 3, 2 / 3, -1 / 3, 2 / 3, 0.0])
-    deviation = math.sqrt((4 + 1 + 1) / 9 / 2)  # unbiased, of 1, 0, 0
-    of_std = group_advantages(rewards, prompts, rollout_ids=rollouts)
-    assert of_std == pytest.approx([value / (deviation + 1e-6) for value in found])
-    assert mean_reward(rows_of_rollouts()) == 0.25  # of A, B, C, D; over rows it is 1/2
+def test_the_mean_reward_is_over_rollouts_and_not_over_rows():
+    """FB-143: a rollout of many turns would pull the mean to its own reward. Of A, B, C, D it is 1/4, over rows 1/2."""
+    assert mean_reward(rows_of_rollouts()) == 0.25
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
@@ -376,8 +350,8 @@ def test_the_samples_of_a_rollout_go_to_one_rank_and_one_micro_batch(dp_size, si
 
 
 WRONG_ROLLOUTS = [
-    ({"reward": 0.5}, "reward: samples of rollout 'A' have 1.0 and 0.5: a rollout has one reward, which all its samples share"),
-    ({"prompt_id": "q"}, "prompt_id: samples of rollout 'A' have 'p' and 'q': a rollout has one prompt_id"),
+    ({"reward": 0.5}, r"reward: samples of rollout 'A' have \[0.5, 1.0\]: its samples share one reward"),
+    ({"prompt_id": "q"}, r"prompt_id: samples of rollout 'A' have \['p', 'q'\]"),
     ({"rollout_id": None}, "rollout_id: null here and not in others"),
     ({"rollout_id": 1.5}, "rollout_id: 1.5 must be a string or an integer"),
 ]

@@ -17,7 +17,6 @@ from test_expert_layouts import EXPERTS as LAYER_EXPERTS
 from test_expert_layouts import SP, Run, errors_by_kind, run_on_layout
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
-from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.megatron.model import model_config_of
@@ -25,7 +24,7 @@ from megatron_rl.megatron.routing import GivenRoutes, RouteChecker, RouteLog, as
 from megatron_rl.megatron.samples import RouteShape, expert_layers, route_problem
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel, row_length
-from megatron_rl.testing.ranks import RankError, run_ranks
+from megatron_rl.testing.ranks import RankError
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.train.generation import SamplingSettings
 from megatron_rl.train.rollout_files import load_rollouts
@@ -458,20 +457,6 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
     assert all(row["policy/max_vio"] > 0 for row in truth)
     batch = next(load_rollouts(file, route_shape=RouteShape(2, 2, 4)))
     assert all(len(sample.routes[0]) == len(sample.tokens) - 1 for sample in batch.samples)
-
-
-def test_the_command_samples_with_routes_and_replays_them_from_a_file(tmp_path):
-    file = str(tmp_path / "rollouts.jsonl")
-    model = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--hidden-size", "32", "--router-replay", "rollout"]
-    small = ["--num-rollouts", "1", "--prompts-per-rollout", "2", "--samples-per-prompt", "2", "--no-tensorboard"]
-
-    def on_rank(rank: int, folder: str, more: list[str]) -> int:
-        return main(["train", "--policy-loss", "grpo", *model, *small, "--output-dir", folder, *more])
-
-    for name, more in (("sampled", ["--save-rollouts", file]), ("replayed", ["--rollouts", file])):
-        assert run_ranks(on_rank, 1, str(tmp_path / name), more, use_megatron=False) == [0]
-    sampled, replayed = (cases.metrics_of(tmp_path / name) for name in ("sampled", "replayed"))
-    assert cases.unlike_metrics(replayed, sampled) == [] and sampled[0]["policy/route_agreement"] == 1
 
 
 def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):

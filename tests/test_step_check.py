@@ -38,6 +38,7 @@ TERMS = PolicyLossConfig(
     policy_temperature=0.7,
     policy_metrics="none",
 )
+WARM = replace(TERMS, entropy_coefficient=0.0)
 ANOTHER_CLIP = PolicyLossConfig(
     policy_loss="grpo",
     loss_aggregation="constant",
@@ -261,7 +262,10 @@ DP2 = Layout(data=2, num_microbatches=3)
         pytest.param(TERMS, with_other_terms(kl_coefficient=0.0), "the KL term is missing", id="no KL"),
         pytest.param(TERMS, with_other_terms(entropy_coefficient=0.0), "the entropy term is missing", id="no entropy"),
         pytest.param(
-            TERMS, with_other_terms(policy_temperature=1.0), "are at temperature 1, and config says 0.7", id="temperature"
+            WARM,
+            partial(of_config, replace(WARM, policy_temperature=1.0)),
+            "are at temperature 1, and config says 0.7",
+            id="temperature",
         ),
         pytest.param(GSPO, with_padded_columns, "padded columns of the vocabulary take part", id="padded columns in the softmax"),
         pytest.param(GSPO, reporting_half, r"the reported loss is 0\.5 of expected", id="reported loss"),
@@ -289,7 +293,7 @@ def test_a_mistake_is_refused_on_every_rank(pool, config, fault, message):
 @pytest.mark.parametrize(
     ("config", "fault", "message"),
     [
-        (TERMS, with_other_terms(policy_temperature=1.0), "are at temperature 1, and config says 0.7"),
+        (WARM, partial(of_config, replace(WARM, policy_temperature=1.0)), "are at temperature 1, and config says 0.7"),
         (GSPO, with_other_terms(policy_temperature=1.0, kl_coefficient=0.0, entropy_coefficient=0.0), "the loss is grpo"),
         (GSPO, partial(changed_batch, change=labels_of_the_inputs), "labels are not moved by one"),
     ],
@@ -305,7 +309,7 @@ def test_a_mistake_has_its_name_on_every_layout(pool, layout, config, fault, mes
 def test_logits_that_tensor_parallel_ranks_gather_have_their_name(pool):
     for found in found_on(pool, Layout(tensor=2, data=2, num_microbatches=3), GSPO, with_gathered_logits):
         assert isinstance(found, str), f"passed with {found}"
-        assert "has the logits of the whole vocabulary" in found and "parallel_output=True" in found
+        assert "are no log_softmax of these logits" in found and "parallel_output=True" in found
 
 
 def test_lost_rollouts_have_their_name(pool):

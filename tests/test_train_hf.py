@@ -18,8 +18,7 @@ from test_train_options import options_of, parse, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.hf_tokenizer import HFTokenizer
-from megatron_rl.train.option_rules import LEARNING_RATES, TrainLaunch, check_key_heads, train_options
-from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.option_rules import LEARNING_RATES, train_options
 from megatron_rl.train.tasks import make_task
 from megatron_rl.train.trainer import PolicyTrainer
 
@@ -232,32 +231,12 @@ def test_the_folder_decides_the_sizes_and_the_learning_rate_is_small(checkpoint,
     assert options("--lr", 0.5).lr == 0.5
 
 
-@pytest.mark.parametrize(("size", "is_refused"), [(2, False), (3, False), (12, False), (4, True), (9, True)])
-def test_tensor_parallel_ranks_that_would_cut_key_heads_unequally_are_refused(size, is_refused):
-    options = TrainOptions(tensor_model_parallel_size=size, hf_checkpoint="x")
-    said = [*check_key_heads(TrainLaunch.of(options, {}, num_query_groups=6))]
-    assert [f"--tensor-model-parallel-size {size} with num_key_value_heads=6 in x" in line for line in said] == [True] * is_refused
-
-
-def test_a_loss_of_experts_beside_a_folder_is_refused_for_its_true_reason(checkpoint, tmp_path, monkeypatch):
-    """Of a dense folder for that; where the folder was not read, for what is wrong with the launch alone."""
-    monkeypatch.chdir(tmp_path)
-    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=")
-    given = ("--hf-checkpoint", checkpoint, "--moe-aux-loss-coeff", 0.1)
-    with pytest.raises(ConfigError) as of_dense:
-        options(*given, "--prompts", file, "--reward", "test_train_hf.reward_of_digits")
-    assert "--moe-aux-loss-coeff 0.1 has no effect with --hf-checkpoint" in str(of_dense.value)
-    with pytest.raises(ConfigError) as of_another:
-        options(*given)
-    assert "needs --prompts FILE" in str(of_another.value) and "moe-aux-loss" not in str(of_another.value)
-
-
 def test_flags_that_the_folder_decides_are_refused(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "tally", "--save-hf", tmp_path)
+        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--moe-aux-loss-coeff", 0.1, "--save-hf", tmp_path)
     text = str(refused.value)
-    assert f"--num-layers 3 has no effect with --hf-checkpoint: {checkpoint} decides it; remove the flag" in text
-    assert "--task tally has no effect" in text
+    assert "--num-layers 3 has no effect with --hf-checkpoint: the folder decides it; remove it" in text
+    assert "--moe-aux-loss-coeff 0.1 needs --num-experts: a dense model has no experts" in text
     assert "needs --prompts FILE with --reward, or --rollouts FILE" in text
     assert "is there already; name a new folder" in text

@@ -26,7 +26,6 @@ from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import load_rollouts, record_of
 from megatron_rl.train.rollouts import partition
 from megatron_rl.train.tasks import make_task
-from megatron_rl.train.writers import MAX_VIO, ROUTE_AGREEMENT
 
 pytestmark = pytest.mark.megatron
 
@@ -165,8 +164,8 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
         "eval/reward",
         "eval/response_length",
         *TIMING_METRICS,
-        MAX_VIO,
-        ROUTE_AGREEMENT,
+        "policy/max_vio",
+        "policy/route_agreement",
         SKIPPED_STEPS,
         *("num_rollouts", "rollout/rows"),  # where samples have a rollout_id
         "policy/mtp_loss",

@@ -1,4 +1,4 @@
-"""Training on tokens drawn with top-p: scores over the kept ids, on every layout, replayed and resumed."""
+"""Training on tokens drawn with top-p: scores over the kept ids, on every layout, and replayed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pool = pool_of(4)
 SAME = 1e-6
 
 
-def run_on_rank(rank, output_dir, config, options, resume=False):
-    outcome, weights = run_loop(output_dir, config, options, resume=resume)
+def run_on_rank(rank, output_dir, config, options):
+    outcome, weights = run_loop(output_dir, config, options)
     return outcome.progress, weights
 
 
@@ -108,7 +108,7 @@ def test_the_watchdog_knows_a_file_whose_sets_are_missing_or_whose_scores_are_of
     full = edited(recorded[0], tmp_path / "full.jsonl", of_the_vocabulary)
     found = [pool.run(messages_on_rank, path, tmp_path / path.stem, config, world_size=1)[0] for path in (recorded[0], bare, full)]
     assert found[0] == []
-    causes = ("the sampler kept a part of the vocabulary, of mass 0.", "are over the sampler's kept ids, of mass 0.")
+    causes = ("reports log-probabilities among the tokens that it kept", "reports log-probabilities over the vocabulary")
     for (line, *_), cause in zip(found[1:], causes, strict=True):
         assert line.startswith("rollout_log_probs are 0.") and cause in line
 
@@ -131,20 +131,6 @@ def test_a_replayed_run_is_the_recorded_one_to_the_bit(pool, recorded, tmp_path)
     assert all(torch.equal(replayed[name][2], value[2]) for name, value in weights.items())
     sets = [sample.kept_ids for batch in load_rollouts(path, vocab_size=9) for sample in batch.samples]
     assert len({int(size) for support in sets for size in support.sizes}) > 1
-
-
-def test_a_resumed_run_is_the_whole_one_to_the_bit(pool, recorded, tmp_path):
-    path, directory, weights = recorded
-    options = {"save_rollouts": str(tmp_path / "rollouts.jsonl"), **TOP_P}
-    pool.run(run_on_rank, tmp_path / "run", GSPO, {**options, "num_rollouts": 2}, world_size=1)
-    [(_, resumed)] = pool.run(run_on_rank, tmp_path / "run", GSPO, {**options, "num_rollouts": 3}, True, world_size=1)
-    assert metrics_of(tmp_path / "run") == metrics_of(directory)
-    assert all(torch.equal(resumed[name][2], value[2]) for name, value in weights.items())
-    assert samples_of(tmp_path / "rollouts.jsonl") == samples_of(path)
-
-
-def samples_of(path):
-    return [json.loads(line)["samples"] for line in path.read_text().splitlines()]
 
 
 WITH_KL = replace(GSPO, kl_coefficient=0.2, entropy_coefficient=0.05)
@@ -227,15 +213,3 @@ def test_the_kl_term_is_over_the_vocabulary_or_over_the_sets_and_starts_at_0(poo
         assert rows[0]["loss/kl"] == pytest.approx(0.0, abs=1e-8)
         losses[score] = rows[1]["loss/kl"]
     assert min(losses.values()) > 1e-4 and losses["full"] != pytest.approx(losses["support"], rel=1e-2)
-
-
-def learning_run_on_rank(rank, output_dir):
-    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=8, watchdog="raise")
-    options = {"prompts_per_rollout": 16, "num_rollouts": 140, "target_reward": 0.92, "save_interval": 1000, **TOP_P}
-    return run_loop(output_dir, config, options, settings={"hidden_size": 64})[0].progress
-
-
-def test_the_demo_learns_with_top_p(pool, tmp_path):
-    """As without: from below a fifth to above nine tenths in at most 140 rollouts, and the watchdog raises nothing."""
-    [progress] = pool.run(learning_run_on_rank, tmp_path, world_size=1)
-    assert progress.first_reward < 0.25 and progress.last_reward > 0.9 and progress.num_steps > 40

@@ -20,7 +20,7 @@ from megatron_rl.testing.ranks import RankPool
 from megatron_rl.train.loop import Start
 from megatron_rl.train.options import add_train_args
 from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
-from megatron_rl.train.watchdog import RunWatchdog, WatchdogState, watch
+from megatron_rl.train.watchdog import WatchdogState, look, watch
 
 GRPO, GSPO = PolicyLossConfig(policy_loss="grpo"), PolicyLossConfig(policy_loss="gspo")
 HEALTHY = {
@@ -215,7 +215,7 @@ def test_the_kept_mass_is_told_from_noise_temperature_and_another_policy(sampler
         assert names(GRPO, 1, **old, ratio_new_old=0.8) == ["truncated_old"]
         row = HEALTHY | {f"policy/{name}": value for name, value in rollout.items()}
         [line] = watch(GRPO, WatchdogState(), 9, row)[0].values()
-        assert f"of mass {math.exp(d['mean']):.2f}" in line and "sample with top_p 1, top_k -1 and min_p 0" in line
+        assert f"by a mass of {math.exp(d['mean']):.2f}" in line and "sample with top_p 1, top_k -1 and min_p 0" in line
 
 
 def messages_of(action) -> list[str]:
@@ -225,18 +225,17 @@ def messages_of(action) -> list[str]:
     return messages
 
 
-def watchdog_of(config, state=None, is_first_rank=True) -> RunWatchdog:
-    return RunWatchdog(config, state or WatchdogState(), is_first_rank=is_first_rank, is_float32=False)
-
-
 def test_a_restart_neither_forgets_nor_repeats():
     """The state goes through a checkpoint, whose lists may come back for tuples: 12 + 8 silent steps are 20. One of an earlier
     version may have a field that is no more."""
     start, warned, silent = Start(), [], SILENT | {"rollout/reward": 0.0}
     for number in (12, 8, 30):
-        watchdog = watchdog_of(GRPO, start.watchdog)
-        warned.append(len(messages_of(lambda n=number, dog=watchdog: [dog.look(9, silent) for _ in range(n)])))
-        state = json.loads(json.dumps(dataclasses.asdict(watchdog.state))) | {"of_an_earlier_version": 3}
+        found, watchdog = 0, start.watchdog
+        for _ in range(number):
+            lines, watchdog = watch(GRPO, watchdog, 9, silent)
+            found += len(lines)
+        warned.append(found)
+        state = json.loads(json.dumps(dataclasses.asdict(watchdog))) | {"of_an_earlier_version": 3}
         start = Start.of_counters({"progress": {"num_steps": 9, "gone": 1}, "recent_rewards": [], "watchdog": state})
     assert warned == [0, 1, 0] and start.progress.num_steps == 9
 
@@ -244,22 +243,15 @@ def test_a_restart_neither_forgets_nor_repeats():
 BAD = HEALTHY | {"policy/ratio_new_old": 0.3, "policy/num_phantom_tokens": 2.0}
 
 
-def test_warn_speaks_on_the_first_rank_and_raise_stops_every_rank():
+def test_warn_speaks_on_the_first_rank_raise_stops_every_rank_and_off_looks_at_nothing():
     """All findings in one error."""
-    assert len(messages_of(lambda: watchdog_of(GRPO).look(1, BAD))) == 2
-    assert messages_of(lambda: watchdog_of(GRPO, is_first_rank=False).look(1, BAD)) == []
-    config = PolicyLossConfig(watchdog="raise")
-    for is_first in (True, False):
+    for watchdog, speaks, number in (("warn", True, 2), ("warn", False, 0), ("off", True, 0)):
+        config, state = PolicyLossConfig(watchdog=watchdog), WatchdogState()
+        assert len(messages_of(lambda c=config, s=speaks: look(c, WatchdogState(), 1, BAD, speaks=s, is_float32=False))) == number
+    assert look(config, state, 1, BAD, speaks=True, is_float32=False) is state
+    for speaks in (True, False):
         with pytest.raises(DataError, match="mean importance ratio 0.300(.|\n)*2 phantom tokens"):
-            watchdog_of(config, is_first_rank=is_first).look(1, BAD)
-
-
-def test_off_looks_at_nothing_and_tokens_are_looked_at_one_by_one_at_the_first_step_alone():
-    """It costs a few launches and, with the fused head, keeps the log-probabilities."""
-    watchdog = watchdog_of(PolicyLossConfig(watchdog="off"))
-    assert messages_of(lambda: watchdog.look(1, BAD)) == [] and not watchdog.counts_phantoms(0)
-    assert watchdog.state == WatchdogState()
-    assert [watchdog_of(GRPO).counts_phantoms(steps) for steps in (0, 1, 100)] == [True, False, False]
+            look(PolicyLossConfig(watchdog="raise"), WatchdogState(), 1, BAD, speaks=speaks, is_float32=False)
 
 
 def sharpen(trainer) -> None:

@@ -70,7 +70,7 @@ def read_saved(path: str | Path, field: str) -> Any:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read as {field!r} of a run ({type(error).__name__}): restore it from where the run was copied, and "
-            "resume with the --prompts and --hf-checkpoint that it began with"
+            "resume with the --prompts that it began with"
         ) from error
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RejectedTokens
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
     COMPUTED_INPUTS,
@@ -26,6 +26,7 @@ from megatron_rl.loss_hub import (
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
 from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CorrectionValue, get_correction
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.testing import oracle
@@ -85,17 +86,13 @@ def rollout_key(sample: StepSample, place: int) -> object:
     return (None, place) if sample.rollout_id is None else sample.rollout_id
 
 
-def in_rollouts(samples: Sequence[StepSample]) -> list[StepSample]:
-    """The samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
-    return [replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}") for place, sample in enumerate(samples)]
-
-
-def with_one_advantage(samples: Sequence[StepSample]) -> list[StepSample]:
-    """Each rollout with the advantage of its first sample."""
-    firsts: dict[object, float] = {}
-    for place, sample in enumerate(samples):
-        firsts.setdefault(rollout_key(sample, place), sample.advantage)
-    return [replace(sample, advantage=firsts[rollout_key(sample, place)]) for place, sample in enumerate(samples)]
+def in_rollouts(samples: Sequence[StepSample], *, share_advantage: bool = False) -> list[StepSample]:
+    """Ragged samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
+    firsts = [samples[place - place % SAMPLES_PER_PROMPT + place % 2] for place in range(len(samples))]
+    return [
+        replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}", advantage=(first if share_advantage else sample).advantage)
+        for place, (sample, first) in enumerate(zip(samples, firsts, strict=True))
+    ]
 
 
 def dense_samples(step: Sequence[StepSample]) -> list[oracle.DenseSample]:
@@ -121,21 +118,27 @@ def scores_of(
     logits: Sequence[Tensor],  # [response_length, V] each
     temperature: float = 1.0,
 ) -> list[oracle.Scores]:
-    """Of each sample, with its masked tokens."""
+    """Of each sample, with its masked tokens, on the CPU."""
     settings = oracle.DenseSettings(temperature=temperature)
-    rows = [(of_one, sample.tokens[-len(sample.loss_mask) :]) for of_one, sample in zip(logits, samples, strict=True)]
+    rows = [(of_one.cpu(), sample.tokens[-len(sample.loss_mask) :]) for of_one, sample in zip(logits, samples, strict=True)]
     return [oracle.scores_of(*of_one, settings) for of_one in rows]
 
 
 def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], config: PolicyLossConfig) -> Tensor:
-    """The oracle's loss of the whole step, 0-d float64 with the graph of the scores, which are those of scores_of."""
+    """The oracle's loss of the whole step, 0-d float64 with the graph of the scores, which are those of scores_of. Raises DataError
+    for a sample without the sampler's log-probabilities where the settings need them."""
+    samples, is_of_sampler = dense_samples(step), get_policy_loss(config.policy_loss).anchor == "rollout"
+    if (is_of_sampler or CorrectionSettings.of(config).is_on) and any(sample.rollout is None for sample in samples):
+        raise DataError("a sample has no rollout_log_probs, which this loss compares with: give it some")
+    if is_of_sampler:  # nothing reads the old ones
+        samples = [replace(sample, old=sample.rollout) for sample in samples]
     masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in step]
 
     def unmasked(name: str) -> Tensor:
-        return torch.cat([getattr(one, name)[mask.to(one.entropy.device)] for one, mask in zip(scores, masks, strict=True)])
+        return torch.cat([getattr(one, name)[mask] for one, mask in zip(scores, masks, strict=True)])
 
     of_step = oracle.Scores(unmasked("log_probs"), unmasked("entropy"), unmasked("compared"))
-    return oracle.StepTerms(dense_samples(step), of_step, settings_of(config)).loss()
+    return oracle.StepTerms(samples, of_step, settings_of(config)).loss()
 
 
 def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
@@ -177,7 +180,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
 
 def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
     def of_sample(tokens: oracle.Tokens) -> oracle.Result:
-        size, device = len(tokens.log_ratio), tokens.log_ratio.device
+        size = len(tokens.log_ratio)
         computed = {"token_counts": torch.full_like(tokens.advantages, float(size)), "entropy": tokens.entropy}
         inputs = (tokens.log_ratio, tokens.advantages, tokens.log_probs)[: 2 + loss.takes_log_probs]
         if loss.level == "sequence":
@@ -190,17 +193,17 @@ def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
                 log_ratio=tokens.log_ratio,
                 log_probs=tokens.log_probs,
                 advantages=tokens.advantages,
-                loss_mask=torch.ones(size, dtype=torch.bool, device=device),
-                documents=torch.zeros(size, dtype=torch.int64, device=device),
-                token_counts=torch.tensor([float(size)], dtype=torch.float64, device=device),
-                cu_seqlens=torch.tensor([0, size], device=device),
-                sums=JointSums(SINGLE, 1, device, is_checked=False),
+                loss_mask=torch.ones(size, dtype=torch.bool),
+                documents=torch.zeros(size, dtype=torch.int64),
+                token_counts=torch.tensor([float(size)], dtype=torch.float64),
+                cu_seqlens=torch.tensor([0, size]),
+                sums=JointSums(SINGLE, 1, torch.device("cpu"), is_checked=False),
             )
             value = loss.function(batch, **keywords)
         else:
             value = loss.function(*inputs, **keywords)
         values = value.value if isinstance(value, LossValue) else value
-        return values, torch.zeros(size, dtype=torch.bool, device=device)
+        return values, torch.zeros(size, dtype=torch.bool)
 
     return of_sample
 

@@ -72,7 +72,6 @@ from megatron_rl.testing.reference import (
     scale_of_terms,
     scores_of,
     with_anchors,
-    with_one_advantage,
 )
 from megatron_rl.validation.experts import drift_problem
 
@@ -224,8 +223,8 @@ def truth_of_terms(
     for policy_loss, aggregation, term in dict.fromkeys(rows):
         config = config_of(policy_loss, aggregation, term)
         scores = scores_of(samples, logits, config.policy_temperature)
-        given = in_rollouts(samples) if term in (ROLLOUTS, RATIO_OF_ROLLOUTS) else samples
-        given = with_one_advantage(given) if term == RATIO_OF_ROLLOUTS else given
+        has_rollouts = term in (ROLLOUTS, RATIO_OF_ROLLOUTS)
+        given = in_rollouts(samples, share_advantage=term == RATIO_OF_ROLLOUTS) if has_rollouts else samples
         step = step_of_term(given, scores, policy_loss, config)
         loss = loss_by_hand(step, scores, config)
         divisor = len(step) if config.gradient_divisor == GradientDivisor.NUM_SAMPLES else 1  # of the gradient alone

@@ -150,8 +150,5 @@ def size_of_steps(options: TrainOptions, config: PolicyLossConfig, dp_size: int)
         size = min(size, options.prompts_per_rollout * group_size)
     if size == asked:
         return asked, []
-    ends = [] if options.micro_batch_size is None else [f"micro-batches of {options.micro_batch_size}"]
-    ends += [f"prompt groups of {group_size}"] if settings.keep_prompt_groups or not ends else []
-    together = " together" if len(ends) > 1 else ""
-    why = f"on {dp_size} data-parallel rank{'s' if dp_size > 1 else ''} {' and '.join(ends)} end{together} every {part} documents"
+    why = f"whole micro-batches and prompt groups of {dp_size} data-parallel ranks end together every {part} documents"
     return size, [f"--docs-per-step {asked} makes steps of {size} documents: {why}"]

@@ -62,7 +62,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HFModel:
-    """A checked folder. window: the most tokens of a sequence in which each token sees all before it; None: any number."""
+    """A checked folder. longest: the most tokens of a sequence whose positions are known, and each sees all before it."""
 
     folder: Path
     architecture: str
@@ -73,8 +73,7 @@ class HFModel:
     head_size: int
     ffn_hidden_size: int
     vocab_size: int
-    max_position_embeddings: int
-    window: int | None
+    longest: int
     tie_embeddings: bool
     rotary: Rotary
     norm_eps: float
@@ -83,9 +82,6 @@ class HFModel:
     @property
     def traits(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
-
-    def has_experts(self, layer: int) -> bool:
-        return self.experts is not None and self.experts.layers[layer]
 
     def transformer_options(self) -> dict[str, Any]:
         """Keywords of transformer_config."""
@@ -137,9 +133,10 @@ def described(folder: Path, fields: Fields, tensors: Collection[str]) -> HFModel
     within: dict[str, Any] = {"most": len(tensors), "why": f": the weights hold {len(tensors)} tensors"}
     num_layers = fields.whole("num_hidden_layers", **within)
     hidden_size, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    window = traits.window
-    if window is not None and "sliding_window" in fields.content:
-        window = fields.whole("sliding_window", None)  # null: none
+    longest = fields.whole("max_position_embeddings")
+    if traits.window is not None:  # a query sees so many keys, its own too; null: all
+        window = fields.whole("sliding_window", None) if "sliding_window" in fields.content else traits.window
+        longest = min(longest, window or longest)
     return HFModel(
         folder=folder,
         architecture=architecture,
@@ -150,8 +147,7 @@ def described(folder: Path, fields: Fields, tensors: Collection[str]) -> HFModel
         head_size=fields.whole("head_dim", hidden_size // heads),
         ffn_hidden_size=fields.whole("intermediate_size"),
         vocab_size=fields.whole("vocab_size"),
-        max_position_embeddings=fields.whole("max_position_embeddings"),
-        window=window,
+        longest=longest,
         tie_embeddings=fields.switch("tie_word_embeddings", False),
         rotary=_rotary(fields),
         norm_eps=fields.number("rms_norm_eps", below=1.0),
@@ -187,12 +183,8 @@ def _rotary(fields: Fields) -> Rotary:
     found = Fields(settings, f"{fields.place}: rotary positions")
     llama3 = None
     if kind == "llama3":
-        llama3 = Llama3(
-            factor=found.number("factor"),
-            low_freq_factor=found.number("low_freq_factor"),
-            high_freq_factor=found.number("high_freq_factor"),
-            original_length=found.whole("original_max_position_embeddings"),
-        )
+        factors = {name: found.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        llama3 = Llama3(original_length=found.whole("original_max_position_embeddings"), **factors)
     return Rotary(base=found.number("rope_theta", 10000.0, above=1.0, below=2.0**53), llama3=llama3)
 
 

@@ -19,12 +19,8 @@ class HFTokenizer:
     @classmethod
     def of_folder(cls, folder: str | Path) -> HFTokenizer:
         """Raises ConfigError for a folder without a tokenizer, and for one without an end token."""
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ConfigError(
-                f"--hf-checkpoint needs transformers for the tokenizer ({error}): pip install 'transformers>=4.51,<6'"
-            ) from None
+        from transformers import AutoTokenizer
+
         folder = Path(folder)
         try:
             # Without the word it asks on standard input whether the folder's own code may run.

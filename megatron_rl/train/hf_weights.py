@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,15 @@ def read_hf_model(folder: str | Path) -> HFModel:
     missing, not known or of another shape.
     """
     folder = Path(folder)
+    missing = [name for name in ("safetensors", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--hf-checkpoint {folder} needs {' and '.join(missing)}: pip install safetensors 'transformers>=4.51,<6'"
+        )
     if not folder.is_dir():
-        fetch = f": a model of the Hub is fetched with `hf download {folder} --local-dir models/{folder.name}`"
-        raise ConfigError(f"--hf-checkpoint {folder}: there is no such folder{fetch if len(folder.parts) == 2 else ''}")
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: there is no such folder; `hf download OWNER/NAME --local-dir {folder}` fetches one"
+        )
     fields = Fields.of_file(folder / CONFIG, "no folder of a Hugging Face checkpoint")
     tensors = tensors_in(folder)
     model = described(folder, fields, tensors)
@@ -53,24 +60,22 @@ def read_hf_model(folder: str | Path) -> HFModel:
     return model
 
 
-def build_hf_model(model: HFModel, config: Any, *, max_sequence_length: int, vp_stage: int | None = None, **options: Any) -> Any:
+def build_hf_model(model: HFModel, config: Any, *, max_sequence_length: int, **options: Any) -> Any:  # GPTModel
     """This pipeline stage's GPTModel with the folder's weights.
 
-    config: transformer_config(**model.transformer_options(), ...). Communication: none.
+    config: transformer_config(**model.transformer_options(), ...). options: of build_gpt_model. Communication: none.
     Raises ConfigError for what build_gpt_model refuses, and for a max_sequence_length beyond the model's positions or its window.
     """
-    for name, most in (("max_position_embeddings", model.max_position_embeddings), ("sliding_window", model.window)):
-        if most is not None and max_sequence_length > most:
-            raise ConfigError(
-                f"sequences of {max_sequence_length} tokens are longer than {name}={most} in {model.folder / CONFIG}: take shorter "
-                "prompts or responses"
-            )
+    if max_sequence_length > model.longest:
+        raise ConfigError(
+            f"sequences of {max_sequence_length} tokens are longer than {model.longest}, the least of max_position_embeddings and "
+            f"sliding_window in {model.folder / CONFIG}: take shorter prompts or responses"
+        )
     tp_size = resolve_group(None, "tp").size()
     gpt = build_gpt_model(
         config,
         vocab_size=-(-model.vocab_size // tp_size) * tp_size,
         max_sequence_length=max_sequence_length,
-        vp_stage=vp_stage,
         tie_embeddings=model.tie_embeddings,
         rotary=model.rotary,
         seed=None,
@@ -127,10 +132,8 @@ def _mlp(here: str, there: str, width: int, hidden: int) -> dict[str, Source]:
 
 def tensors_in(folder: Path) -> dict[str, Any]:
     """Each tensor of the weights as a slice of safetensors: nothing is read of one but its header, until it is indexed."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ConfigError("a Hugging Face checkpoint needs safetensors: pip install safetensors") from None
+    from safetensors import SafetensorError, safe_open
+
     found: dict[str, Any] = {}
     for path in _files_of_weights(folder):
         try:
@@ -145,8 +148,6 @@ def _files_of_weights(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.exists():
         names = list(Fields.of_file(index, "a broken checkpoint").table("weight_map").content.values())
-        if not names:
-            raise ConfigError(f"{index}: weight_map names no tensor: fetch the folder again")
         for name in names:
             if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
                 raise ConfigError(f"{index}: weight_map has {name!r}: it must be a .safetensors file beside the index")
@@ -157,23 +158,22 @@ def _files_of_weights(folder: Path) -> list[Path]:
 
 
 def check_tensors(model: HFModel, tensors: Mapping[str, Any]) -> None:
-    """Raises ConfigError for each tensor that is missing, not known or of another shape, from the headers alone."""
+    """Raises ConfigError for tensors that are missing, not known, or of another shape or type, from the headers alone."""
     wanted = {name: shape for source in sources(model).values() for name, shape in source.items()}
     unknown = [name for name in tensors if name not in wanted and not IGNORED.fullmatch(name)]
     if model.tie_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")
-    found = {name: tensors[name] for name in wanted if name in tensors}
-    shapes = {name: tuple(one.get_shape()) for name, one in found.items()}
-    misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in shapes.items() if shape != wanted[name]]
-    quantised = [f"{name} is {one.get_dtype()}" for name, one in found.items() if one.get_dtype() not in FLOATS]
+    found = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in tensors.items() if name in wanted}
+    misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, (shape, _) in found.items() if shape != wanted[name]]
+    quantised = [f"{name} is {dtype}" for name, (_, dtype) in found.items() if dtype not in FLOATS]
     problems = [
-        f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {', '.join(sorted(names)[:4])}"
-        f"{f' and {len(names) - 4} more' if len(names) > 4 else ''}; {remedy}"
+        f"{model.folder}: {len(names)} tensors {what} for {model.architecture} with the sizes of {CONFIG}: "
+        f"{', '.join(sorted(names)[:4])}; {remedy}"
         for what, names, remedy in (
             ("missing", [name for name in wanted if name not in tensors], "fetch the folder again"),
             ("not known", unknown, "a variant that is not supported here: train it in miles, slime or verl"),
             ("of another shape", misshapen, f"take the {CONFIG} that belongs to these weights"),
-            (f"weights other than {', '.join(FLOATS)}", quantised, "take the folder of the model that is not quantised"),
+            (f"other than {', '.join(FLOATS)}", quantised, "take the folder of the model that is not quantised"),
         )
         if names
     ]
@@ -236,8 +236,7 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
     Communication: an all-gather of each sharded parameter over its group, and the names of the written tensors over all ranks.
     Raises RunError on all ranks where a file cannot be written.
     """
-    folder, here = Path(folder), torch.distributed.get_rank()
-    partial = partial_of(folder)
+    here, partial = torch.distributed.get_rank(), Path(f"{folder}.partial")
     own = _tensors_of_this_rank(model, chunks)
     written = on_all_ranks(lambda: [(name, tensor.nbytes) for name, tensor in own.items()])
     writers = [rank for rank, names in enumerate(written) if names]
@@ -265,14 +264,9 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
     on_all_ranks(lambda: here == 0 and partial.replace(folder))
 
 
-def partial_of(folder: Path) -> Path:
-    """Where a folder is written before it is whole."""
-    return Path(f"{folder}.partial")
-
-
 def save_hf_problem(folder: Path, output_dir: str) -> str | None:
     """Why no folder can be written there, from what is there."""
-    for place in (folder, partial_of(folder)):
+    for place in (folder, Path(f"{folder}.partial")):
         if os.path.lexists(place):
             return f"{place} is there already"
     return "--output-dir would be inside" if Path(output_dir).absolute().is_relative_to(folder.absolute()) else None

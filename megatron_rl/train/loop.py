@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import EmptySteps, PolicyLossConfig
+from megatron_rl.config import EmptySteps, PolicyLossConfig, Watchdog
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -49,7 +49,7 @@ from megatron_rl.train.rollouts import (
 )
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
-from megatron_rl.train.watchdog import RunWatchdog, WatchdogState
+from megatron_rl.train.watchdog import WatchdogState, look
 from megatron_rl.train.writers import (
     LENGTH,
     REWARD,
@@ -151,8 +151,7 @@ class TrainingRun:
         self._start, self._progress, self._run_id = start, start.progress, run_id
         self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
         self._is_first_rank = dist.get_rank() == 0
-        is_float32 = not trainer.settings.bf16
-        self._watchdog = RunWatchdog(config, start.watchdog, is_first_rank=self._is_first_rank, is_float32=is_float32)
+        self._watchdog = start.watchdog
         self._saved_steps = start.progress.num_steps
         self._checkpoint: Path | None = None
 
@@ -290,7 +289,7 @@ class TrainingRun:
                 microbatches,
                 num_documents=step.num_documents,
                 policy_version=steps_done,
-                counts_phantoms=self._watchdog.counts_phantoms(steps_done),
+                counts_phantoms=self._config.watchdog != Watchdog.OFF and steps_done == 0,
                 selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
@@ -329,7 +328,10 @@ class TrainingRun:
         if self._bar is not None:
             self._bar.set_postfix_str(describe(row), refresh=False)
             self._bar.update()
-        self._watchdog.look(progress.num_steps, row)
+        is_float32 = not self._trainer.settings.bf16
+        self._watchdog = look(
+            self._config, self._watchdog, progress.num_steps, row, speaks=self._is_first_rank, is_float32=is_float32
+        )
 
     def _make_writer(self) -> MetricsWriter:
         options, wandb = self._options, None
@@ -341,7 +343,7 @@ class TrainingRun:
         """Saves a checkpoint of this state, unless it is saved already. None where nothing has been trained."""
         if self._saved_steps != self._progress.num_steps:
             counters: dict[str, Any] = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
-            counters |= {"watchdog": dataclasses.asdict(self._watchdog.state), "settings": settings_of(self._options, self._config)}
+            counters |= {"watchdog": dataclasses.asdict(self._watchdog), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()
             directory = Path(self._options.output_dir) / CHECKPOINT_DIRECTORY

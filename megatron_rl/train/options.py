@@ -73,20 +73,21 @@ def flag(
     *,
     must: Range | None = None,
     needs: tuple[str, str] | None = None,
+    without: tuple[str, str] | None = None,
     **argparse_settings: Any,
 ) -> Any:
     """A field of TrainOptions: its default, its help line, the range of a number, the option without which it has no effect and
-    why, and further settings of argparse."""
-    metadata = {"help": help, "must": must, "needs": needs, "argparse": argparse_settings}
+    why, the option with which it has none and why, and further settings of argparse."""
+    metadata = {"help": help, "must": must, "needs": needs, "without": without, "argparse": argparse_settings}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 count = partial(flag, must=Range("at least 1", lambda value: value >= 1))
 positive = partial(flag, must=Range("above 0", lambda value: value > 0))
 not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
-coefficient = partial(flag, must=Range("at least 0; 0 turns it off", lambda value: value >= 0))
 OF_EXPERTS = ("num_experts", "a dense model has no experts")
-OF_ROUTERS = ("num_experts", "a dense model has no routers")
+OF_FOLDER = ("hf_checkpoint", "the folder decides it")
+OF_SAMPLES = ("rollouts", "nothing is sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +98,24 @@ class ModelOptions:
         None,
         "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Mistral, Qwen2 or Qwen3.",
     )
-    num_layers: int = count(2, "Transformer layers.")
-    hidden_size: int = count(64, "Width of the transformer.")
-    num_attention_heads: int = count(4, "Attention heads.")
-    vocab_size: int | None = count(None, "Vocabulary of the model. Unset: as --rollouts says, if it does, else the task's.")
-    num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.")
-    moe_router_topk: int = count(2, "Experts that each token is sent to.", needs=OF_EXPERTS)
-    moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.", needs=OF_EXPERTS)
+    num_layers: int = count(2, "Transformer layers.", without=OF_FOLDER)
+    hidden_size: int = count(64, "Width of the transformer.", without=OF_FOLDER)
+    num_attention_heads: int = count(4, "Attention heads.", without=OF_FOLDER)
+    vocab_size: int | None = count(
+        None, "Vocabulary of the model. Unset: as --rollouts says, if it does, else the task's.", without=OF_FOLDER
+    )
+    num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.", without=OF_FOLDER)
+    moe_router_topk: int = count(2, "Experts that each token is sent to.", needs=OF_EXPERTS, without=OF_FOLDER)
+    moe_ffn_hidden_size: int | None = count(
+        None, "Width of an expert. Unset: 4 x --hidden-size.", needs=OF_EXPERTS, without=OF_FOLDER
+    )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
         "What --moe-aux-loss-coeff weighs.",
         choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
         needs=OF_EXPERTS,
     )
-    moe_aux_loss_coeff: float = coefficient(
+    moe_aux_loss_coeff: float = not_negative(
         0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.", needs=OF_EXPERTS
     )
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
@@ -138,7 +143,9 @@ class RolloutOptions:
     """What the policy is asked, how its responses are rewarded, and which recorded rollouts take their place."""
 
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
-    task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
+    task: str | None = flag(
+        None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.", without=OF_FOLDER
+    )
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
@@ -148,6 +155,7 @@ class RolloutOptions:
         AdvantageNormalization.STD.value,
         "An advantage is the reward minus the mean of its prompt group; std: divided by the standard deviation of the group, as in "
         "GRPO; none: not divided, as in Dr. GRPO.",
+        without=("rollouts", "the file holds the advantages"),
         choices=tuple(kind.value for kind in AdvantageNormalization),
     )
     top_p: float = flag(
@@ -155,6 +163,7 @@ class RolloutOptions:
         "Sample from the fewest most probable tokens whose mass reaches this, after the temperature. The "
         "kept ids are recorded, and all log-probabilities of the loss are over them (--sampling-support replay).",
         must=Range("above 0 and at most 1; 1 turns it off", lambda value: 0 < value <= 1),
+        without=OF_SAMPLES,
     )
     seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
     rollouts: str | None = flag(None, "Train on recorded rollouts of --save-rollouts instead.")
@@ -165,7 +174,7 @@ class RolloutOptions:
         "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too. Each step "
         "compares what routers used with what was replayed.",
         choices=tuple(kind.value for kind in RouterReplay),
-        needs=OF_ROUTERS,
+        needs=OF_EXPERTS,
     )
 
 
@@ -182,7 +191,9 @@ class OptimiserOptions:
         choices=("constant", "linear", "cosine"),
     )
     lr_warmup_iters: int = not_negative(0, "Optimiser steps in which the learning rate grows to --lr.")
-    min_lr: float = not_negative(0.0, "Learning rate at the end of the decay.")
+    min_lr: float = not_negative(
+        0.0, "Learning rate at the end of the decay.", needs=("lr_decay_style", "a constant learning rate does not decay")
+    )
     clip_grad: float = flag(
         1.0, "Largest gradient norm; 0 does not clip.", must=Range("at least 0; 0 does not clip", lambda value: value >= 0)
     )
@@ -227,6 +238,7 @@ class WatchingOptions:
         None,
         "Prompts that are not trained on, as --prompts; their mean reward and length are reported every --save-interval rollouts.",
         needs=("prompts", "they are evaluated by the same reward"),
+        without=OF_SAMPLES,
     )
     target_reward: float | None = flag(
         None, "Stop when the mean reward of the last 5 rollouts is at least this.", must=Range("finite", lambda value: True)
@@ -239,9 +251,15 @@ class OutputOptions:
     """How the metrics are shown and to whom they are sent."""
 
     tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
-    wandb_project: str | None = flag(None, "Send TensorBoard's events to this project of Weights & Biases too; needs wandb.")
+    wandb_project: str | None = flag(
+        None,
+        "Send TensorBoard's events to this project of Weights & Biases too; needs wandb.",
+        needs=("tensorboard", "it sends TensorBoard's events"),
+    )
     show_samples: int = not_negative(
-        0, f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}."
+        0,
+        f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}.",
+        without=OF_SAMPLES,
     )
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
 

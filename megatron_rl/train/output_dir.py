@@ -13,14 +13,12 @@ from filelock import FileLock, Timeout
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.files.json_values import read_saved
 from megatron_rl.train import checkpoints
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, PLOT_FILE, RUN_FILE, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, RUN_FILE, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import CharacterVocabulary, PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
 
 LOCK_FILE = "run.lock"
-# What a run itself writes into its folder.
-OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE, SAMPLES_FILE)
 
 
 def check_start(options: TrainOptions) -> Iterator[str]:
@@ -83,9 +81,9 @@ def lock_of(options: TrainOptions) -> FileLock:
     return FileLock(Path(options.output_dir) / LOCK_FILE, blocking=False)
 
 
-def take_output_dir(lock: FileLock, options: TrainOptions) -> None:
+def take_output_dir(lock: FileLock, options: TrainOptions) -> str:
     """Locks the output directory, and looks again at what it holds: another run may have ended since. ConfigError where another run
-    has it."""
+    has it. Returns the id of the resumed run, else a new one: it tells this run's files from another's."""
     output_dir = Path(options.output_dir)
     with names_what_cannot_be_written(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -95,11 +93,7 @@ def take_output_dir(lock: FileLock, options: TrainOptions) -> None:
             raise ConfigError(f"{output_dir} is in use by another run: wait for it, end it, or name another --output-dir") from None
     if problems := [*check_output_dir(options)]:
         raise ConfigError(problems)
-
-
-def run_id_of(options: TrainOptions) -> str:
-    """The id of the resumed run, else a new one: it tells this run's files from another's."""
-    path = Path(options.output_dir) / RUN_FILE
+    path = output_dir / RUN_FILE
     return str(read_saved(path, "run_id")) if goes_on(options) and path.exists() else uuid.uuid4().hex
 
 

@@ -5,13 +5,11 @@ JSON lines, one line a rollout batch:
     {"rollout_index": 0, "samples": [{"prompt_id": "repeat-0", "tokens": [8, 3, 3, 1], "response_length": 2,
      "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...], "vocab_size": 9}
 
-FIELDS has what a sample may hold. What is optional may be null or left out (old_log_probs: null, for on-policy), for all samples
-of a rollout together. Samples of one rollout_id are rows of one rollout: they share prompt_id and reward. routes are
-[layers with experts][tokens - 1][experts of a token]; the last token predicts nothing and has none. kept_ids are what a sampler
-with top-p, top-k or min-p drew each response token from, [response_length][ids of a set]: log-probabilities are then over these
-sets. Floats have as many digits as the same bits of float32 need. A value at a masked token may be NaN or Infinity, as Python's
-json module writes them, and its set may be any. vocab_size, the policy's, may be left out: then --vocab-size or the task gives it.
-A last line without an end is what a killed run has left, and is no rollout.
+FIELDS has what a sample may hold. What is optional may be null (old_log_probs null: on-policy), for all samples of a rollout
+together. Samples of one rollout_id are rows of one rollout. routes are [layers with experts][tokens - 1][experts of a token].
+kept_ids are what a sampler with top-p, top-k or min-p drew each response token from, [response_length][ids of a set]:
+log-probabilities are then over these sets. Floats have as many digits as the same bits of float32 need. A value at a masked token
+may be NaN or Infinity, and its set may be any. A last line without an end is what a killed run has left, and is no rollout.
 """
 
 from __future__ import annotations
@@ -191,12 +189,8 @@ def _batch_of(
     for number, sample in enumerate(samples):
         if (first := taken.setdefault(sample.index, number)) != number:
             raise _wrong(f"{place}, sample {number}", "index", f"{sample.index} is taken by sample {first}: each has its own")
-    return RolloutBatch(
-        samples=samples,
-        rollout_index=record["rollout_index"],
-        vocab_size=record.get("vocab_size"),
-        run_id=record.get("run_id"),
-    )
+    of_line: dict[str, Any] = {name: record.get(name) for name in OF_A_LINE}
+    return RolloutBatch(samples=samples, **of_line)
 
 
 def _check_fields(record: dict[str, Any], fields: dict[str, Field], place: str) -> None:

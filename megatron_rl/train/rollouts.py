@@ -7,10 +7,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.config import AdvantageNormalization
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.rollout_groups import rollouts_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Sample:
     old_log_probs: Tensor | None
     """[response_length] float32, by the policy that sampled the response; None: on-policy."""
     index: int
-    """Position in the rollout batch, the `sample` of the sampling noise."""
+    """Position in the rollout batch, and the sample's number for the sampling noise."""
     ref_log_probs: Tensor | None = None
     """[response_length] float32, by the reference policy; only a KL term needs them."""
     rollout_log_probs: Tensor | None = None
@@ -101,18 +101,7 @@ class Sample:
             object.__setattr__(self, "kept_ids", SamplingSupport.from_lists(self.kept_ids))
 
 
-class InGroup(Protocol):
-    @property
-    def prompt_id(self) -> str: ...
-
-    @property
-    def rollout_id(self) -> str | int | None: ...
-
-    @property
-    def reward(self) -> float: ...
-
-
-AnySample = TypeVar("AnySample", bound=InGroup)
+AnySample = TypeVar("AnySample", bound="Sample | SampleHeader")
 Microbatches = Sequence[Sequence[Sample]]
 
 
@@ -158,16 +147,9 @@ class SharedRollout:
         prompt goes on from there, so that no rank is idle in a step of few prompts. The samples of one rollout go together."""
         in_groups = [rollout for group in prompt_groups(batch.samples) for rollout in rollouts_of(group)]
         rank_of = {sample.index: place % dp_size for place, rollout in enumerate(in_groups) for sample in rollout}
+        names = ("prompt_id", "index", "response_length", "reward", "advantage", "rollout_id")
         headers = [
-            SampleHeader(
-                prompt_id=sample.prompt_id,
-                index=sample.index,
-                response_length=sample.response_length,
-                reward=sample.reward,
-                advantage=sample.advantage,
-                dp_rank=rank_of[sample.index],
-                rollout_id=sample.rollout_id,
-            )
+            SampleHeader(dp_rank=rank_of[sample.index], **{name: getattr(sample, name) for name in names})
             for sample in batch.samples
         ]
         own = [sample for sample in batch.samples if rank_of[sample.index] == dp_rank]
@@ -175,33 +157,18 @@ class SharedRollout:
 
 
 def group_advantages(
-    rewards: Sequence[float],
-    prompt_ids: Sequence[str],
-    normalization: str = AdvantageNormalization.STD,
-    rollout_ids: Sequence[str | int] | None = None,
+    rewards: Sequence[float], prompt_ids: Sequence[str], normalization: str = AdvantageNormalization.STD
 ) -> list[float]:
     """(reward - mean of its group) / (unbiased standard deviation of its group + 1e-6); 0 in a group of equal rewards.
 
     arXiv:2402.03300, section 4.1.2, with a floor under the deviation. normalization "none": reward - mean, as in Dr. GRPO,
-    arXiv:2503.20783, section 3.2. A group of one gets 0; groups may be scattered. Samples of one rollout count once in their group,
-    with the reward that they share. rollout_ids None: each sample is a rollout.
+    arXiv:2503.20783, section 3.2. A group of one gets 0; groups may be scattered.
     Example: rewards 0, 1, 1 of one prompt: mean 2/3, deviation 0.57735, advantages -1.1547, 0.57735, 0.57735.
     """
     groups: dict[str, list[float]] = {}
-    keys: Sequence[str | int] = range(len(rewards)) if rollout_ids is None else rollout_ids
-    seen: set[str | int] = set()
-    for reward, prompt_id, key in zip(rewards, prompt_ids, keys, strict=True):
-        if not math.isfinite(reward):
-            raise DataError(f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function")
-        if key not in seen:
-            groups.setdefault(prompt_id, []).append(reward)
-        seen.add(key)
-    try:
-        baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
-    except OverflowError as error:
-        raise DataError(
-            f"rewards of up to {max(map(abs, rewards)):g} have no mean and deviation in float64: give smaller ones"
-        ) from error
+    for reward, prompt_id in zip(rewards, prompt_ids, strict=True):
+        groups.setdefault(prompt_id, []).append(reward)
+    baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
     is_divided = AdvantageNormalization(normalization) == AdvantageNormalization.STD
     return [
         (reward - baselines[prompt_id][0]) / (baselines[prompt_id][1] + DEVIATION_FLOOR if is_divided else 1.0)
@@ -231,18 +198,16 @@ def mean_reward(samples: Sequence[AnySample]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def problem_of_rollouts(samples: Sequence[AnySample]) -> tuple[str, str] | None:
+def problem_of_rollouts(samples: Sequence[Sample]) -> tuple[str, str] | None:
     """(field, what is wrong) where the samples of one rollout do not share their prompt or their reward; None: nothing."""
     for rollout in rollouts_of(samples):
-        first = rollout[0]
-        for sample in rollout[1:]:
-            for name, own, other in (
-                ("prompt_id", first.prompt_id, sample.prompt_id),
-                ("reward", first.reward, sample.reward),
-            ):
-                if own != other:
-                    shared = f"samples of rollout {first.rollout_id!r} have {own!r} and {other!r}: a rollout has one {name}"
-                    return name, f"{shared}, which all its samples share; correct it, or give the samples a rollout_id each"
+        for name in ("prompt_id", "reward"):
+            values = sorted({getattr(sample, name) for sample in rollout})
+            if len(values) > 1:
+                return (
+                    name,
+                    f"samples of rollout {rollout[0].rollout_id!r} have {values}: its samples share one {name}",
+                )
     return None
 
 
@@ -279,10 +244,6 @@ def partition(samples: Sequence[SampleHeader], dp_rank: int, micro_batch_size: i
     samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups. The samples of one
     rollout stay in one micro-batch where they are on one rank.
     """
-    if not samples:
-        raise DataError("a step without samples: there is nothing to partition")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ConfigError(f"--micro-batch-size {micro_batch_size} must be at least 1, or unset for one micro-batch")
     from megatron_rl.accumulation import cut_at_rollouts  # it needs torch, and `train --help` does not
 
     of_ranks: dict[int, list[SampleHeader]] = {dp_rank: []}

@@ -29,7 +29,7 @@ from megatron_rl.train.document_steps import size_of_steps
 from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
-from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, run_id_of, take_output_dir
+from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import cut_rollouts, recorded_vocab_size
 from megatron_rl.train.tasks import Task
@@ -55,11 +55,10 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
     lock = lock_of(options)  # held until this function ends
     with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
-        on_first_rank(partial(take_output_dir, lock, options))
-        run_id = on_first_rank(partial(run_id_of, options))
+        run_id = on_first_rank(partial(take_output_dir, lock, options))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
-        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
+        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options)
         training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation, run_id=run_id)
         if options.save_rollouts is not None:
             on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts, run_id))

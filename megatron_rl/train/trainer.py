@@ -42,13 +42,12 @@ from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
-from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
+from megatron_rl.train.generation import Noise, Sampler, SamplingSettings
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import build_hf_model, save_hf_checkpoint
 from megatron_rl.train.sampling_filter import KeptTokens
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
 
@@ -70,7 +69,6 @@ class TrainerSettings:
     min_lr: float = 0.0
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
-    weight_decay: float = 0.0
     clip_grad: float = 1.0
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
@@ -88,7 +86,6 @@ class PolicyTrainer:
         """Builds model, DDP and optimiser, and probes the schedule. Raises ConfigError where a step would have a wrong scale."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.transformer.module import Float16Module
 
         check_backend(config.policy_loss_backend, device)
         self.settings, self.config, self.device = settings, config, device
@@ -107,16 +104,15 @@ class PolicyTrainer:
             grad_reduce_in_fp32=settings.bf16,
         )
         self.probe: ProbeResult = probe_schedule(ddp_config=ddp_config)
-        bare = self._build()
-        check_routers(config.router_aux_loss, bare, self._model_config, is_packed=settings.packed)
-        wrapped = Float16Module(self._model_config, bare) if settings.bf16 else bare
-        self.model = DistributedDataParallel(self._model_config, ddp_config, wrapped)
+        policy = self._build()
+        check_routers(config.router_aux_loss, policy, self._model_config, is_packed=settings.packed)
+        self.model = DistributedDataParallel(self._model_config, ddp_config, policy)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
                 min_lr=settings.min_lr,
-                weight_decay=settings.weight_decay,
+                weight_decay=0.0,
                 adam_beta1=0.9,
                 adam_beta2=settings.adam_beta2,
                 adam_eps=settings.adam_eps,
@@ -130,7 +126,7 @@ class PolicyTrainer:
         self._schedule = self._learning_rates()
         self._forward_step = PolicyForwardStep(config, vocab_size=settings.vocab_size)
         # Before the optimiser is in the model's config: Megatron copies the config for experts, and process groups have no copy.
-        self._reference = self._build_reference() if config.kl_coefficient else None
+        self._reference = self._build().requires_grad_(False) if config.kl_coefficient else None
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
     @property
@@ -150,11 +146,9 @@ class PolicyTrainer:
         recorder: RouteRecorder | None = None,
         kept: KeptTokens | None = None,
     ) -> list[list[int]]:
-        """One response for each prompt of this data-parallel rank. Communication and errors: as sample_responses."""
-        device, head = self.device, self._head
-        return sample_responses(
-            self.model, prompts, sample_ids, settings, noise, self.groups, device=device, head=head, recorder=recorder, kept=kept
-        )
+        """One response for each prompt of this data-parallel rank. Communication and errors: as Sampler.sample."""
+        sampler = Sampler(self.model, settings, noise, self.groups, self.device, self._head, recorder, kept)
+        return sampler.sample(prompts, sample_ids)
 
     def log_probs(
         self,
@@ -274,8 +268,8 @@ class PolicyTrainer:
             lr_warmup_steps=settings.lr_warmup_iters,
             lr_decay_steps=settings.lr_decay_iters or settings.lr_warmup_iters + 1,
             lr_decay_style=settings.lr_decay_style,
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
+            start_wd=0.0,
+            end_wd=0.0,
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
@@ -314,40 +308,30 @@ class PolicyTrainer:
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
         if settings.hf_model is not None:
-            others |= {**settings.experts, "sequence_parallel": settings.sequence_parallel, "bf16": settings.bf16}
-            return transformer_config(**settings.hf_model.transformer_options() | others)
-        return transformer_config(
-            num_layers=settings.num_layers,
-            hidden_size=settings.hidden_size,
-            num_attention_heads=settings.num_attention_heads,
-            sequence_parallel=settings.sequence_parallel,
-            bf16=settings.bf16,
-            normalization="RMSNorm",
-            add_bias_linear=False,
-            **settings.experts,
-            **others,
-        )
+            sizes = settings.hf_model.transformer_options()
+        else:
+            sizes = {name: getattr(settings, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+            sizes |= {"normalization": "RMSNorm", "add_bias_linear": False}
+        others |= {"sequence_parallel": settings.sequence_parallel, "bf16": settings.bf16}
+        return transformer_config(**{**sizes, **settings.experts, **others})
 
-    def _build(self) -> GPTModel:
-        longest = self._row_length([self.settings.max_sequence_length])
-        if self.settings.hf_model is not None:
-            built: GPTModel = build_hf_model(self.settings.hf_model, self._model_config, max_sequence_length=longest)
-            return built.to(self.device)
-        tp_size = self.groups.tp.size()
-        model = build_gpt_model(
-            self._model_config,
-            vocab_size=-(-self.settings.vocab_size // tp_size) * tp_size,
-            max_sequence_length=longest,
-            seed=self.settings.seed,
-        )
-        return model.to(self.device)
-
-    def _build_reference(self) -> nn.Module:
-        """The reference policy: the initial weights, of the seed or of --hf-checkpoint."""
+    def _build(self) -> nn.Module:
+        """A model with the initial weights, of the seed or of --hf-checkpoint."""
         from megatron.core.transformer.module import Float16Module
 
-        model = self._build().requires_grad_(False)
-        return Float16Module(self._model_config, model) if self.settings.bf16 else model
+        settings, tp_size = self.settings, self.groups.tp.size()
+        longest = self._row_length([settings.max_sequence_length])
+        if settings.hf_model is not None:
+            model = build_hf_model(settings.hf_model, self._model_config, max_sequence_length=longest)
+        else:
+            model = build_gpt_model(
+                self._model_config,
+                vocab_size=-(-settings.vocab_size // tp_size) * tp_size,
+                max_sequence_length=longest,
+                seed=settings.seed,
+            )
+        model = model.to(self.device)
+        return Float16Module(self._model_config, model) if settings.bf16 else model
 
     def _row_length(self, lengths: Sequence[int]) -> int:
         multiple = self.groups.tp.size() if self.settings.sequence_parallel else 1

@@ -165,8 +165,7 @@ def read_prompt_file(
     vocabulary: Vocabulary = tokenizer
     end_tokens: tuple[int, ...] = ()
     if tokenizer is not None:
-        if vocab_size is None:
-            raise ConfigError("a tokenizer needs the vocab_size of its model")
+        assert vocab_size is not None
         tokenizer.check_model(vocab_size)
         end_tokens = tokenizer.end_tokens
     elif isinstance(records[0]["prompt"], str):

@@ -19,9 +19,8 @@ logger = logging.getLogger(__name__)
 
 # At its first step a policy is the one that sampled: ratio 1. Sampler and trainer round differently, by some 1 %.
 HEALTHY_FIRST_RATIO = (0.9, 1.1)
-# KL in nats per token. The mean ratio of samples of the old policy is 1 in expectation whatever the new one is, so another
-# temperature or shifted log-probs may leave the ratio as it is. Log-ratios of deviation d have d^2 / 2: 0.05 is d = 0.3, ten times
-# the difference of engines of different precision.
+# KL in nats per token. The mean ratio of samples of the old policy is 1 in expectation whatever the new one is. Log-ratios of
+# deviation d have d^2 / 2: 0.05 is d = 0.3, ten times the difference of engines of different precision.
 LARGEST_FIRST_KL = 0.05
 # The same where one engine has measured old and new log-probabilities at the same weights: d is rounding alone. A log-prob is a
 # difference of logits, of some 30 at most. Rounding them to bfloat16 gives 30 x 2^-9 = 0.06, and the layers below give as much:
@@ -93,20 +92,17 @@ def _truncation(step: int, values: Mapping[str, float]) -> Iterator[tuple[str, s
             continue
         if kl > LARGEST_EXCESS_OF_CONSTANT * (math.exp(mean) - 1 - mean):
             continue
-        if mean > 0 and "policy/kept_ids" in values:
-            yield (
-                f"whole_{name}",
-                f"{name}_log_probs are {mean:.3f} nats below the trainer's on nearly every token: they are over the vocabulary, "
-                f"and the trainer's are over the sampler's kept ids, of mass {math.exp(-mean):.2f}; let the sampler report "
-                "log-probabilities among the kept tokens (vLLM: logprobs_mode=processed_logprobs)",
-            )
-        if mean < 0:
-            yield (
-                f"truncated_{name}",
-                f"{name}_log_probs are {-mean:.3f} nats above the trainer's on nearly every token: the sampler kept a part of the "
-                f"vocabulary, of mass {math.exp(mean):.2f} (top-p, top-k, min-p, forbidden words), and reports log-probabilities "
-                "among the kept tokens, so each importance weight is that mass; sample with top_p 1, top_k -1 and min_p 0",
-            )
+        if mean > 0 and "policy/kept_ids" not in values:
+            continue
+        kind, where, cause = "truncated", "above", "among the tokens that it kept; sample with top_p 1, top_k -1 and min_p 0"
+        if mean > 0:
+            kind, where, cause = "whole", "below", "over the vocabulary, beside its kept ids; let it report them among those"
+        yield (
+            f"{kind}_{name}",
+            f"{name}_log_probs are {abs(mean):.3f} nats {where} the trainer's on nearly every token, so each importance weight is "
+            f"off by a mass of {math.exp(-abs(mean)):.2f}: the sampler kept a part of the vocabulary and reports log-probabilities "
+            f"{cause}",
+        )
 
 
 def _compared(config: PolicyLossConfig) -> str:
@@ -188,23 +184,15 @@ def _stillness(state: WatchdogState) -> Iterator[tuple[str, str]]:
         )
 
 
-class RunWatchdog:
-    """`--watchdog` of a run: logs what `watch` finds on one rank, or raises it on all of them."""
-
-    def __init__(self, config: PolicyLossConfig, state: WatchdogState, *, is_first_rank: bool, is_float32: bool):
-        """state: of a checkpoint, or a new one. is_float32: as in `watch`."""
-        self._config, self.state, self._is_first_rank, self._is_float32 = config, state, is_first_rank, is_float32
-
-    def counts_phantoms(self, steps_done: int) -> bool:
-        """Whether the next step counts phantom tokens."""
-        return self._config.watchdog != Watchdog.OFF and steps_done == 0
-
-    def look(self, step: int, row: Mapping[str, float | None]) -> None:
-        """Raises one DataError with every finding under --watchdog raise, on all ranks whose metrics are equal."""
-        if self._config.watchdog == Watchdog.OFF:
-            return
-        found, self.state = watch(self._config, self.state, step, row, is_float32=self._is_float32)
-        if found and self._config.watchdog == Watchdog.RAISE:
-            raise DataError("\n".join(found.values()))
-        for line in found.values() if self._is_first_rank else ():
-            logger.warning(line)
+def look(
+    config: PolicyLossConfig, state: WatchdogState, step: int, row: Mapping[str, float | None], *, speaks: bool, is_float32: bool
+) -> WatchdogState:
+    """`watch` as --watchdog says: logs what it finds on the rank that speaks, or raises one DataError on all ranks."""
+    if config.watchdog == Watchdog.OFF:
+        return state
+    found, state = watch(config, state, step, row, is_float32=is_float32)
+    if found and config.watchdog == Watchdog.RAISE:
+        raise DataError("\n".join(found.values()))
+    for line in found.values() if speaks else ():
+        logger.warning(line)
+    return state

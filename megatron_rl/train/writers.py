@@ -27,8 +27,6 @@ WITHOUT_SIGNAL = "rollout/groups_without_signal"
 KL = "policy/kl_new_old"
 CLIP_FRACTION = "policy/clipped_ratio_fraction"
 ENTROPY = "policy/entropy"
-MAX_VIO = "policy/max_vio"
-ROUTE_AGREEMENT = "policy/route_agreement"
 TOKENS_PER_SECOND = "tokens_per_second"
 SKIPPED_STEPS = "skipped_steps"
 
