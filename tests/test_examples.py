@@ -25,7 +25,7 @@ from megatron_rl.megatron.packed_bins import samples_of_bin
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SCRIPT = "gspo_prompt_mean.sh"
 HOSTS = ("miles", "slime")
-# Flags that stand in the script of miles and slime as a comment, for Dr. GRPO, and those that they take the place of.
+# Flags that stand in the script of miles, which slime's starts, as a comment, for Dr. GRPO, and those that they take the place of.
 COMMENTED, REPLACED = re.compile(r"^    # (--.*)$", re.M), re.compile(r"^    --advantage-estimator.*?(?=\n\n)", re.M | re.S)
 # Of Megatron-LM's parser; the flags of miles and slime are looked for in a checkout, where one is at hand.
 FLAGS_OF_MEGATRON = (
@@ -85,11 +85,12 @@ def whole_numbers(settings: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, tmp_path, host, is_dr_grpo):
     """Catches a flag that does not exist, a path that does not load, and a combination that the init hook would refuse."""
-    text = (EXAMPLES / host / SCRIPT).read_text(encoding="utf-8")
+    script = EXAMPLES / host / SCRIPT
     if is_dr_grpo:
-        text = COMMENTED.sub(r"\1", REPLACED.sub("", text))
-    (tmp_path / SCRIPT).write_text(text, encoding="utf-8")
-    line = words(tmp_path / SCRIPT)
+        text = (EXAMPLES / "miles" / SCRIPT).read_text(encoding="utf-8")
+        script = tmp_path / SCRIPT
+        script.write_text(COMMENTED.sub(r"\1", REPLACED.sub("", text)), encoding="utf-8")
+    line = words(script)
     assert line[:3] == ["-m", "megatron_rl.hosts.launch", "train.py"]
     assert line[-2:] == ["--tensor-model-parallel-size", "2"]
     settings = settings_of(line[3:-2])

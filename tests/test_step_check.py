@@ -232,6 +232,11 @@ def reporting_a_number(returned):
     return loss, count, {"policy/loss": report["policy/loss"][0]}
 
 
+def with_a_term_of_weights(forward_step, groups, model):
+    weight = next(model.models[0].parameters())
+    return returning(forward_step, groups, model, change=lambda returned: (returned[0] + weight.square().sum(), *returned[1:]))
+
+
 def without_reduction(forward_step, groups, model):
     model.models[0].config.finalize_model_grads_func = None
     return forward_step
@@ -273,6 +278,7 @@ DP2 = Layout(data=2, num_microbatches=3)
         pytest.param(GSPO, partial(returning, change=reporting_a_number), r"has shape \[\]: it must be a \[sum", id="no pair"),
         pytest.param(GSPO, with_dropout, "turn dropout off", id="dropout"),
         pytest.param(GSPO, without_reduction, "finalize_model_grads_func is None", id="nothing reduces"),
+        pytest.param(GSPO, with_a_term_of_weights, "the gradient by the logits is right, and", id="beside the logits"),
     ],
 )
 def test_a_mistake_is_refused_on_every_rank(pool, config, fault, message):
@@ -309,7 +315,7 @@ def test_a_mistake_has_its_name_on_every_layout(pool, layout, config, fault, mes
 def test_logits_that_tensor_parallel_ranks_gather_have_their_name(pool):
     for found in found_on(pool, Layout(tensor=2, data=2, num_microbatches=3), GSPO, with_gathered_logits):
         assert isinstance(found, str), f"passed with {found}"
-        assert "are no log_softmax of these logits" in found and "parallel_output=True" in found
+        assert "has the logits of the whole vocabulary" in found and "parallel_output=True" in found
 
 
 def test_lost_rollouts_have_their_name(pool):

@@ -15,7 +15,7 @@ LINES=(
 
     # The clip of the paper. The ratio is a geometric mean over the response, so 0.2 would never clip.
     --advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4
-    # Loss and aggregation are ours. Our loss reads clip, temperature and coefficients from miles's own flags.
+    # Loss and aggregation are ours. Our loss reads clip, temperature and coefficients from the host's own flags.
     --loss-aggregation prompt_mean
     --loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss
     # A micro-batch may hold a part of a prompt group. This hook runs where groups are whole, and puts their weights into the rewards.
@@ -23,7 +23,7 @@ LINES=(
     # This hook allows no optimiser step after a token that is not finite.
     --custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step
 
-    # Dr. GRPO (arXiv:2503.20783) with miles's own loss and our weights, in place of the flags from --advantage-estimator on; L is 8192:
+    # Dr. GRPO (arXiv:2503.20783) with the host's own loss and our weights, in place of the flags from --advantage-estimator on; L is 8192:
     # --advantage-estimator grpo --disable-grpo-std-normalization --eps-clip 0.2 --eps-clip-high 0.2
     # --loss-aggregation constant --loss-aggregation-divisor 8192 --rollout-max-response-len 8192
     # --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer

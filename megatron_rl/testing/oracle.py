@@ -142,28 +142,26 @@ def sapo(tokens: Tokens) -> Result:
     return value, torch.zeros_like(value, dtype=torch.bool)
 
 
-def dppo(tokens: Tokens, divergence: Callable[[float, float], float]) -> Result:
+def dppo(tokens: Tokens, divergence: Callable[[Tensor, Tensor], Tensor]) -> Result:
     """arXiv:2602.04879: a token that has left the trust region, and would go on, is masked; the ratio is truncated."""
-    weights, is_masked = [], []
-    for log_ratio, log_prob, a in zip(*(x.tolist() for x in (tokens.log_ratio, tokens.log_probs, tokens.advantages)), strict=True):
-        pi, mu = math.exp(log_prob), math.exp(min(log_prob - log_ratio, 0.0))
-        bound = tokens.number("divergence_high" if a > 0 else "divergence_low")
-        goes_on = pi > mu if a > 0 else pi < mu
-        is_masked.append(goes_on and divergence(pi, mu) > bound)
-        ratio = math.exp(min(max(log_ratio, -BOUND), BOUND))
-        weights.append(0.0 if is_masked[-1] else min(ratio, tokens.number("ratio_truncation")))
-    value = -torch.tensor(weights, dtype=torch.float64) * tokens.advantages * tokens.log_probs
-    return value, torch.tensor(is_masked, dtype=torch.bool) & (tokens.advantages != 0)
+    a, pi = tokens.advantages, tokens.log_probs.detach().exp()
+    mu = (tokens.log_probs - tokens.log_ratio).detach().clamp(max=0.0).exp()
+    is_far = torch.where(
+        a > 0, divergence(pi, mu) > tokens.number("divergence_high"), divergence(pi, mu) > tokens.number("divergence_low")
+    )
+    is_masked = torch.where(a > 0, pi > mu, pi < mu) & is_far
+    weight = bounded_exp(tokens.log_ratio).detach().clamp(max=tokens.number("ratio_truncation"))
+    return -torch.where(is_masked, 0.0, weight) * a * tokens.log_probs, is_masked & (a != 0)
 
 
-def total_variation(pi: float, mu: float) -> float:
-    return abs(pi - mu)
+def total_variation(pi: Tensor, mu: Tensor) -> Tensor:
+    return (pi - mu).abs()
 
 
-def binary_kl(pi: float, mu: float) -> float:
+def binary_kl(pi: Tensor, mu: Tensor) -> Tensor:
     """KL(mu, pi) of taking the token or not."""
-    rests = [max(1 - p, TINY_REST) for p in (pi, mu)]
-    return (mu * math.log(mu / pi) if mu else 0.0) + rests[1] * math.log(rests[1] / rests[0])
+    rest_of_pi, rest_of_mu = ((1 - p).clamp(min=TINY_REST) for p in (pi, mu))
+    return torch.xlogy(mu, mu / pi) + rest_of_mu * (rest_of_mu / rest_of_pi).log()
 
 
 def dro(tokens: Tokens) -> Result:

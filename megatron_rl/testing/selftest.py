@@ -13,12 +13,11 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import count, cycle, islice
 from math import prod
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,6 @@ from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.megatron.context_groups import own_group_problems_of, packed_params_name_groups
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.installed import expert_replicas_drift
-from megatron_rl.megatron.multi_token import multi_token_problems
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.ops.backends import why_triton_is_missing
@@ -357,22 +355,18 @@ class WholeSteps:
         self.left_out = (
             WITHOUT_TRANSFORMER_ENGINE,
             *(f"own cp groups: {problem}" for problem in without_groups if has_groups),
-            *(f"multi-token prediction: {problem}" for problem in ([] if shape is None else mtp_problems(shape))),
             *([f"Triton: {self.why_no_triton}"] if self.why_no_triton else []),
         )
         self._models: dict[tuple[bool, bool], LayoutModel] = {}
 
     def _model_like(self, shape: ModelShape) -> TinyGPT:
-        from megatron.core.transformer import MLATransformerConfig
-
-        layout = self.layout
-        known = {field.name for field in fields(MLATransformerConfig)}
-        problems = shape.problems(
-            tensor=layout.tensor, expert_tensor=layout.expert_tensor or 1, known=known, release=self.megatron_version
-        )
-        if problems:
-            raise ConfigError(problems)
-        tiny = tiny_like(replace(shape, has_mtp=False) if mtp_problems(shape) else shape, layout)
+        size = self.layout.expert_tensor or 1
+        if size > 1 and shape.options.get("add_bias_linear"):
+            raise ConfigError(
+                f"--model-like {shape.name} with --expert-tensor-parallel-size {size}: its experts have biases, which each rank "
+                "would add; give --expert-tensor-parallel-size 1"
+            )
+        tiny = tiny_like(shape, self.layout)
         self.model = f"{tiny.num_layers} layers like {shape.name} ({shape.source}): {shape.contains}"
         return tiny
 
@@ -462,11 +456,6 @@ def refuse_tf32(device: torch.device) -> None:
     torch.set_float32_matmul_precision("highest")
     if torch.backends.cuda.matmul.allow_tf32:
         raise ConfigError("float32 products run in TF32 here: start with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE unset")
-
-
-def mtp_problems(shape: ModelShape) -> list[str]:
-    """Why its layer of multi-token prediction is left out here."""
-    return [*multi_token_problems(PolicyLossConfig(), SimpleNamespace(**shape.mtp_options))] if shape.has_mtp else []
 
 
 def _is_of_kind(kind: str, name: str) -> bool:

@@ -9,12 +9,12 @@ explains it.
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from megatron_rl.testing.layout_step import (
     named_shards,
 )
 from megatron_rl.testing.reference import CLIPS, DIVISOR, loss_by_hand, rollout_key, scale_of_terms, weights_by_hand
-from megatron_rl.testing.step_rows import Row, Rows, label_of, row_problem, rows_of, whole_columns
+from megatron_rl.testing.step_rows import Derivatives, KnownTokens, Microbatch, Row, gather_tokens, row_problem, rows_of
 
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
 # the layouts of the tests), or of 16 bits (2^-9 of each).
@@ -61,8 +61,6 @@ CURE = (
 COUNT = "count the whole step with count_step, before it is divided"
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], Any]]]
-# Of each sample of the step, by place in its response: log-probability and entropy.
-KnownTokens = list[dict[int, tuple[float, float]]]
 
 
 def check_step(
@@ -321,61 +319,6 @@ class _Recorder:
             raise ConfigError(f"check_step: {self.problem}")
 
 
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """The R rows of this rank that predict a token of a response."""
-
-    rows: Tensor  # [R] int64, of the logits
-    places: list[tuple[int, int]]  # R numbers of samples, and places in their responses
-    logits: Tensor  # [R, V] float64, a leaf
-    tokens: oracle.Scores  # [R] each, with graph
-    own_logits: Tensor  # [rows, V_tp], without graph
-    columns: slice  # of the whole vocabulary, those that this rank's logits hold
-    num_tokens: int  # unmasked
-
-    @classmethod
-    def of(
-        cls,
-        logits: Tensor,  # [rows, V_tp], or [rows, V] where the output layer gathers
-        places: Tensor,  # [rows, 2] int64
-        samples: Sequence[StepSample],
-        config: PolicyLossConfig,
-        groups: ParallelGroups,
-        vocab_size: int,
-    ) -> Microbatch:
-        """Communication: an all-gather of the logits over tp, unless they are whole."""
-        if places.shape != (len(logits), 2):
-            raise ConfigError(
-                f"check_step: places_of returned shape {tuple(places.shape)} for {len(logits)} rows of logits: it must be "
-                f"[{len(logits)}, 2], the number of the sample and the place in its response for each row"
-            )
-        width = logits.shape[1]
-        start = 0 if width >= vocab_size else groups.tp.rank() * width
-        whole = whole_columns(logits, vocab_size, groups)
-        rows = (places[:, 0] >= 0).nonzero()[:, 0].to(logits.device)
-        named = [(int(sample), int(place)) for sample, place in places[places[:, 0] >= 0].tolist()]
-        for sample, place in named:
-            if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
-                raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
-        leaf = whole[rows, :vocab_size].double().requires_grad_()
-        settings = oracle.DenseSettings(temperature=config.policy_temperature)
-        tokens = oracle.scores_of(leaf, [label_of(samples, *place) for place in named], settings)
-        num_tokens = sum(samples[sample].loss_mask[place] for sample, place in named)
-        return cls(rows, named, leaf, tokens, logits, slice(start, min(start + width, vocab_size)), num_tokens)
-
-    def target(self, step: DenseStep) -> Tensor:  # [rows, V_tp] float32: the gradient of the step's loss by this rank's logits
-        log_probs, entropy = (
-            self.logits.new_tensor([of_samples[sample][place] for sample, place in self.places])
-            for of_samples in (step.by_log_prob, step.by_entropy)
-        )
-        loss = (self.tokens.log_probs * log_probs).sum() + (self.tokens.entropy * entropy).sum()
-        (gradient,) = torch.autograd.grad(loss, self.logits, retain_graph=True)
-        own = gradient[:, self.columns].float()
-        target = torch.zeros_like(self.own_logits, dtype=torch.float32)
-        target[self.rows, : own.shape[1]] = own
-        return target
-
-
 class _Exact:
     """The loop's forward_step with another loss: linear in the logits, with the right gradient."""
 
@@ -390,7 +333,7 @@ class _Exact:
     def loss_func(self, logits: Tensor) -> ScheduledLoss:
         one, rows = next(self.microbatches), logits.flatten(0, -2)
         self.repeats_logits &= torch.allclose(rows.detach(), one.own_logits, rtol=REPEATED_LOGITS, atol=REPEATED_LOGITS)
-        return self.scale((rows.float() * one.target(self.step)).sum(), num_local_tokens=one.num_tokens)
+        return self.scale((rows.float() * one.target(self.step.derivatives)).sum(), num_local_tokens=one.num_tokens)
 
 
 def _run(models: Sequence[Any], batches: Sequence[Any], seq_length: int, micro_batch_size: int, forward_step: Any) -> Any:
@@ -437,49 +380,16 @@ def _with_loss(
     )
 
 
-def gather_tokens(microbatches: Sequence[Microbatch], samples: Sequence[StepSample], groups: ParallelGroups) -> KnownTokens:
-    """Equal on every rank. Communication: one all-gather of objects over all ranks.
-
-    Raises ConfigError, on every rank, for an unmasked token in no row of the step and for one in several.
-    """
-
-    def own() -> list[tuple[tuple[int, int], float, float]]:
-        if groups.tp.rank():  # all ranks of tp hold the same rows
-            return []
-        columns = ((one.places, one.tokens.log_probs.tolist(), one.tokens.entropy.tolist()) for one in microbatches)
-        return [token for of_one in columns for token in zip(*of_one, strict=True)]
-
-    known: KnownTokens = [{} for _ in samples]
-    problems = []
-    for (number, place), log_prob, entropy in (token for of_rank in on_all_ranks(own) for token in of_rank):
-        if place in known[number]:
-            problems.append(f"token {place} of sample {number} is in more than one row of the step")
-        known[number][place] = (log_prob, entropy)
-    for number, (sample, tokens) in enumerate(zip(samples, known, strict=True)):
-        missing = [place for place, bit in enumerate(sample.loss_mask) if bit and place not in tokens]
-        if missing:
-            problems.append(
-                f"token {missing[0]} of sample {number} is in no row of the step: {len(missing)} of its tokens are missing"
-            )
-    if problems:
-        raise ConfigError([f"check_step: by places_of, {problem}" for problem in problems[:5]])
-    return known
-
-
-Derivatives = list[list[float]]  # of each sample, by place in its response
-
-
 @dataclass(frozen=True, slots=True)
 class DenseStep:
-    """The loss of the whole step, and its derivative by each token's log-probability and entropy."""
+    """The loss of the whole step."""
 
     loss: float
     loss_scale: float
-    by_log_prob: Derivatives
-    by_entropy: Derivatives
+    derivatives: Derivatives
 
     def is_near(self, other: DenseStep) -> bool:
-        one, two = (torch.tensor(sum([*step.by_log_prob, *step.by_entropy], [])) for step in (self, other))
+        one, two = (torch.tensor([*chain(*chain(*step.derivatives))]) for step in (self, other))
         return bool((one - two).norm() <= TOLERANCE * two.norm())
 
 
@@ -493,7 +403,7 @@ def dense_step(samples: Sequence[StepSample], known: KnownTokens, config: Policy
         for place, old in enumerate(sample.old_log_probs or ()):
             derivatives[place] += 0.0 * old  # NaN: not known
     scale = scale_of_terms(samples, config.loss_aggregation, config.loss_aggregation_divisor or DIVISOR)
-    return DenseStep(float(loss.detach()), scale, by_token[::2], by_token[1::2])
+    return DenseStep(float(loss.detach()), scale, (by_token[::2], by_token[1::2]))
 
 
 def _leaf(sample: StepSample, tokens: dict[int, tuple[float, float]], column: int) -> Tensor:  # [response_length] float64
@@ -526,19 +436,30 @@ class _Mistakes:
 
     def name(self, vocab_size: int, groups: ParallelGroups, fit: float) -> str:
         """What is wrong and what to do, in words; empty where the rows do not show it."""
-        of_rank = [
-            Rows(gradient, one.target(self.right), one.logits.detach(), one.rows, one.places)
-            for gradient, one in zip(self.gradients, self.microbatches, strict=True)
-        ]
-        rows = rows_of(of_rank, self.samples, self.config, vocab_size, groups, fit)
+        rights = [one.target(self.right.derivatives) for one in self.microbatches]
+        rows = rows_of(self.microbatches, self.gradients, rights, self.samples, self.config, vocab_size, groups, fit)
         tokens = [row for row in rows if row.place >= 0 and self.samples[row.sample].loss_mask[row.place]]
         if not any(row.size for row in rows):
             return (
                 "no gradient reaches the logits that forward_step returned: compute the loss from what loss_func is given; or "
                 "every token is clipped or saturated: compare old_log_probs with those of `samples`"
             )
-        mistake = self.wrong_mask(rows, tokens) or row_problem(tokens, self.samples, self.config, fit)
-        return mistake or self.usual_mistake(tokens) or self.other_mistake(tokens)
+        if mistake := self.wrong_mask(rows, tokens):
+            return mistake
+        if mistake := row_problem(tokens, self.samples, self.config, fit):
+            is_whole = any(on_all_ranks(lambda: any(one.shape[1] >= vocab_size for one in self.gradients)))
+            of_rank = (
+                "or each tensor-parallel rank has the logits of the whole vocabulary, and the loss takes them for its part of it"
+            )
+            return (
+                f"{mistake}; {of_rank}: build the model with parallel_output=True" if is_whole and groups.tp.size() > 1 else mistake
+            )
+        if self.has_one_factor(tokens):
+            return (
+                "the gradient by the logits is right, and that of the parameters is not: look at what the loop does between the "
+                "model's forward and the optimiser"
+            )
+        return self.usual_mistake(tokens) or self.other_mistake(tokens)
 
     def wrong_mask(self, rows: Sequence[Row], tokens: Sequence[Row]) -> str:
         trained, unmasked = {row.token for row in rows if row.size and row.place >= 0}, {row.token for row in tokens}
@@ -565,7 +486,7 @@ class _Mistakes:
         return ""
 
     def usual_mistake(self, tokens: Sequence[Row]) -> str:
-        found = [*itertools.islice((one for one in self.alternatives(tokens) if self.is_explained(one)), 2)]
+        found = [*islice((one for one in self.alternatives(tokens) if self.is_explained(one)), 2)]
         cures = "; ".join(dict.fromkeys(one.cure for one in found))
         return f"{', or '.join(one.words for one in found)}: {cures}" if found else ""
 
@@ -573,11 +494,6 @@ class _Mistakes:
         both = [row for row in tokens if row.size and row.right_size]
         lost = sum(bool(row.right_size) and not row.size for row in tokens)
         free = sum(bool(row.size) and not row.right_size for row in tokens)
-        if self.has_one_factor(both) and lost == free == 0:
-            return (
-                "the gradient by the logits is right, and that of the parameters is not: look at what the loop does between the "
-                "model's forward and the optimiser"
-            )
         if self.has_one_factor(both):
             return (
                 f"a part of the step is lost, or the clip is another: {lost} tokens have no gradient that must have one, and "
@@ -615,7 +531,7 @@ class _Mistakes:
         def sums() -> list[float]:
             total = torch.zeros(3, dtype=torch.float64)
             for found, microbatch in zip(self.gradients, self.microbatches, strict=True):
-                right = microbatch.target(step)
+                right = microbatch.target(step.derivatives)
                 is_known = right.isfinite()
                 pair = [torch.where(is_known, gradient, 0.0).double() for gradient in (found, right)]
                 total += torch.stack([(pair[i] * pair[j]).sum() for i, j in ((0, 0), (1, 1), (0, 1))]).cpu()
@@ -625,16 +541,17 @@ class _Mistakes:
 
     def of_parts(self, parts: Sequence[set[tuple[int, int]]], config: PolicyLossConfig) -> DenseStep:
         """Each part of the tokens with the counts of its own samples and tokens."""
-        by_log_prob, by_entropy = ([[0.0] * len(sample.loss_mask) for sample in self.samples] for _ in range(2))
+        zeros = [[0.0] * len(sample.loss_mask) for sample in self.samples]
+        derivatives: Derivatives = ([*zeros], [*zeros])
         for part in parts:
             numbers = sorted({number for number, _ in part})
             masks = [[int((n, t) in part) for t in range(len(self.samples[n].loss_mask))] for n in numbers]
             own = [replace(self.samples[n], loss_mask=mask) for n, mask in zip(numbers, masks, strict=True)]
             dense = dense_step(own, [self.known[n] for n in numbers], config)
-            for whole, of_part in ((by_log_prob, dense.by_log_prob), (by_entropy, dense.by_entropy)):
+            for whole, of_part in zip(derivatives, dense.derivatives, strict=True):
                 for n, values in zip(numbers, of_part, strict=True):
                     whole[n] = [before + value for before, value in zip(whole[n], values, strict=True)]
-        return replace(self.right, by_log_prob=by_log_prob, by_entropy=by_entropy)
+        return replace(self.right, derivatives=derivatives)
 
     def alternatives(self, tokens: Sequence[Row]) -> Iterator[_Alternative]:
         """The usual mistakes first."""

@@ -1,4 +1,4 @@
-"""Reads from the gradient of a loop's loss by each row of the logits which token the row trains, and at which temperature.
+"""The rows of the logits of a step: their tokens, and what the gradient of a loop's loss by each says of token and temperature.
 
 A loss of log-probabilities and entropies has this gradient by a row z of logits, with p = softmax(z / temperature):
 
@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack
+from megatron_rl.testing import oracle
 from megatron_rl.testing.layout_step import StepSample
 
 # A row with less than this share of the largest gradient says nothing of its token: 1 - p is rounding there.
 SMALLEST_ROW = 1e-3
 TINY = 1e-300
+# Of each sample of the step, by place in its response: log-probability and entropy.
+KnownTokens = list[dict[int, tuple[float, float]]]
+# By the log-probability and by the entropy of each token: of each sample, by place.
+Derivatives = tuple[list[list[float]], list[list[float]]]
 
 
 class Row(NamedTuple):
@@ -46,14 +53,87 @@ class Row(NamedTuple):
         return self.sample, self.place
 
 
-class Rows(NamedTuple):
-    """Of this rank and one micro-batch."""
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The R rows of this rank that predict a token of a response."""
 
-    gradient: Tensor  # [rows, V_tp or V], of the loop's loss by the logits
-    right: Tensor  # the same, as it must be but for one factor
-    logits: Tensor  # [R, V] float64, of the rows that predict a token of a response
-    rows: Tensor  # [R] int64
-    places: Sequence[tuple[int, int]]  # R numbers of samples, and places in their responses
+    rows: Tensor  # [R] int64, of the logits
+    places: list[tuple[int, int]]  # R numbers of samples, and places in their responses
+    logits: Tensor  # [R, V] float64, a leaf
+    tokens: oracle.Scores  # [R] each, with graph
+    own_logits: Tensor  # [rows, V_tp], without graph
+    columns: slice  # of the whole vocabulary, those that this rank's logits hold
+    num_tokens: int  # unmasked
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,  # [rows, V_tp], or [rows, V] where the output layer gathers
+        places: Tensor,  # [rows, 2] int64
+        samples: Sequence[StepSample],
+        config: PolicyLossConfig,
+        groups: ParallelGroups,
+        vocab_size: int,
+    ) -> Microbatch:
+        """Communication: an all-gather of the logits over tp, unless they are whole."""
+        if places.shape != (len(logits), 2):
+            raise ConfigError(
+                f"check_step: places_of returned shape {tuple(places.shape)} for {len(logits)} rows of logits: it must be "
+                f"[{len(logits)}, 2], the number of the sample and the place in its response for each row"
+            )
+        width = logits.shape[1]
+        start = 0 if width >= vocab_size else groups.tp.rank() * width
+        whole = whole_columns(logits, vocab_size, groups)
+        rows = (places[:, 0] >= 0).nonzero()[:, 0].to(logits.device)
+        named = [(int(sample), int(place)) for sample, place in places[places[:, 0] >= 0].tolist()]
+        for sample, place in named:
+            if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
+                raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
+        leaf = whole[rows, :vocab_size].double().requires_grad_()
+        settings = oracle.DenseSettings(temperature=config.policy_temperature)
+        tokens = oracle.scores_of(leaf, [label_of(samples, *place) for place in named], settings)
+        num_tokens = sum(samples[sample].loss_mask[place] for sample, place in named)
+        return cls(rows, named, leaf, tokens, logits, slice(start, min(start + width, vocab_size)), num_tokens)
+
+    def target(self, derivatives: Derivatives) -> Tensor:  # [rows, V_tp] float32: of the step's loss by this rank's logits
+        log_probs, entropy = (
+            self.logits.new_tensor([of_samples[sample][place] for sample, place in self.places]) for of_samples in derivatives
+        )
+        loss = (self.tokens.log_probs * log_probs).sum() + (self.tokens.entropy * entropy).sum()
+        (gradient,) = torch.autograd.grad(loss, self.logits, retain_graph=True)
+        own = gradient[:, self.columns].float()
+        target = torch.zeros_like(self.own_logits, dtype=torch.float32)
+        target[self.rows, : own.shape[1]] = own
+        return target
+
+
+def gather_tokens(microbatches: Sequence[Microbatch], samples: Sequence[StepSample], groups: ParallelGroups) -> KnownTokens:
+    """Equal on every rank. Communication: one all-gather of objects over all ranks.
+
+    Raises ConfigError, on every rank, for an unmasked token in no row of the step and for one in several.
+    """
+
+    def own() -> list[tuple[tuple[int, int], float, float]]:
+        if groups.tp.rank():  # all ranks of tp hold the same rows
+            return []
+        columns = ((one.places, one.tokens.log_probs.tolist(), one.tokens.entropy.tolist()) for one in microbatches)
+        return [token for of_one in columns for token in zip(*of_one, strict=True)]
+
+    known: KnownTokens = [{} for _ in samples]
+    problems = []
+    for (number, place), log_prob, entropy in (token for of_rank in on_all_ranks(own) for token in of_rank):
+        if place in known[number]:
+            problems.append(f"token {place} of sample {number} is in more than one row of the step")
+        known[number][place] = (log_prob, entropy)
+    for number, (sample, tokens) in enumerate(zip(samples, known, strict=True)):
+        missing = [place for place, bit in enumerate(sample.loss_mask) if bit and place not in tokens]
+        if missing:
+            problems.append(
+                f"token {missing[0]} of sample {number} is in no row of the step: {len(missing)} of its tokens are missing"
+            )
+    if problems:
+        raise ConfigError([f"check_step: by places_of, {problem}" for problem in problems[:5]])
+    return known
 
 
 def whole_columns(shard: Tensor, vocab_size: int, groups: ParallelGroups) -> Tensor:  # [rows, V_tp or V] -> [rows, V], with padding
@@ -62,7 +142,9 @@ def whole_columns(shard: Tensor, vocab_size: int, groups: ParallelGroups) -> Ten
 
 
 def rows_of(
-    microbatches: Sequence[Rows],
+    microbatches: Sequence[Microbatch],
+    gradients: Sequence[Tensor],  # of the loop's loss by the logits, as Microbatch.target
+    rights: Sequence[Tensor],  # the same, as they must be but for one factor
     samples: Sequence[StepSample],
     config: PolicyLossConfig,
     vocab_size: int,
@@ -76,13 +158,15 @@ def rows_of(
 
     def own() -> list[Row]:
         found: list[Row] = []
-        for number, one in enumerate(microbatches):
-            whole, right = (whole_columns(gradient, vocab_size, groups).double() for gradient in (one.gradient, one.right))
+        for number, (one, *pair) in enumerate(zip(microbatches, gradients, rights, strict=True)):
+            whole, right = (whole_columns(gradient, vocab_size, groups).double() for gradient in pair)
             part, is_placed = (groups.dp_cp.rank(), number), torch.zeros(len(whole), dtype=torch.bool, device=whole.device)
             is_placed[one.rows] = True
             found += [Row(part, -1, -1, size) for size in whole[~is_placed].norm(dim=1).tolist() if size]
             labels = torch.tensor([label_of(samples, *place) for place in one.places], device=whole.device).long()
-            columns = _read(one.logits, whole[one.rows], right[one.rows], labels, config.policy_temperature, vocab_size, fit)
+            columns = _read(
+                one.logits.detach(), whole[one.rows], right[one.rows], labels, config.policy_temperature, vocab_size, fit
+            )
             found += [Row(part, *place, *of_row) for place, of_row in zip(one.places, columns.tolist(), strict=True)]
         return [] if groups.tp.rank() else found  # all ranks of tp have the same rows
 
@@ -160,6 +244,6 @@ def row_problem(tokens: Sequence[Row], samples: Sequence[StepSample], config: Po
     if all(row.beside_both <= fit for row in wrong):
         return "the loss has an entropy term, and config has none: set entropy_coefficient in config, or remove the term"
     return (
-        "the log-probabilities are no log_softmax of these logits at the temperature of config: build the model with "
-        "parallel_output=True, and use the losses of megatron_rl, or vocab_parallel_log_probs"
+        "the log-probabilities are no log_softmax of these logits at the temperature of config: use the losses of megatron_rl, or "
+        "vocab_parallel_log_probs"
     )
