@@ -134,7 +134,7 @@ STAGES = {
         Stage("te", 60.0, transformer_engine, ASK_FOR_TRANSFORMER_ENGINE),
         Stage("losses", 150.0, benchmark("losses", "--case", "T 64, V 512", "--provider", "ours, torch", "--provider", "eager")),
         Stage("head", 100.0, benchmark("head", "--shape", "40,8,70", "--provider", "ours", "--provider", "three matmuls")),
-        Stage("hosts", 60.0, benchmark("hosts", "--shape", "64,64,512")),
+        Stage("hosts", 60.0, benchmark("hosts", "--case", "miles", "--shape", "64,64,512")),
         Stage("demo", 40.0, demo),
     )
 }

@@ -205,10 +205,6 @@ def measure_case(
     problem: Problem, chosen: list[Provider], device: Device, settings: Settings, ceilings: dict[str, float]
 ) -> dict[str, Any]:
     case, title = problem.case, problem.case.title
-    if case.kind == "hosts" and device.kind == "cpu":
-        from benchmarks.hosts import TrackedCpu
-
-        device = TrackedCpu(problem)
     rows, drift = measure.measure(problem, chosen, device, settings)
     if isinstance(problem, HeadProblem):
         measured = report.head_rows(rows, problem)

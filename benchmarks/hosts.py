@@ -5,8 +5,8 @@ lies what the host does: its logits, the copy in float32 that it makes, its log-
 takes it, and GRPO. What is linear in T alone is no host's: after its log-probabilities every host has the same loss.
 
     a host's own          the functions that the host calls, imported from its own files; packages that are absent are stubbed
-    bytes a logit         the most bytes that live at once, above what lives before the step, over T x V. On a CPU torch's memory
-                          tracker counts them; T / H is as at full size: it decides how much the weight's float32 gradient is
+    bytes a logit         the most bytes that live at once, above what lives before the step, over T x V. On a CPU ours is the torch
+                          path. There T / H is as at full size: it decides how much the weight's float32 gradient is
     groups                of one rank: NCCL's, gloo's on a CPU. No message leaves it, so no time of one is in the numbers
 """
 
@@ -16,14 +16,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.checkouts import host_module
-from benchmarks.measure import Check, CpuDevice, Device, Provider, Step
+from benchmarks.measure import Check, Device, Provider, Step
 from benchmarks.problems import BenchmarkCase, HeadProblem, Result, relative
 from benchmarks.providers import MAX_LOGITS_BYTES, LogProbs, from_log_probs, fused, package_loss, step_of
 from megatron_rl.hosts.heads.log_probs import log_probs_of_logits
@@ -231,25 +230,6 @@ def _gated(provider: Provider) -> Provider:
         return replace(provider.prepare(problem), check=check)
 
     return replace(provider, prepare=prepare)
-
-
-class TrackedCpu(CpuDevice):
-    """Counts the bytes of torch's storages in place of resident pages. Ours is the torch path, whose chunks are those of a GPU."""
-
-    def __init__(self, problem: HeadProblem):
-        self.problem = problem
-
-    def peak_extra_bytes(self, run: Callable[[], Any]) -> float | None:
-        from torch.distributed._tools.mem_tracker import MemTracker
-
-        tracker, main_grad = MemTracker(), self.problem.main_grad
-        given = [self.problem.weight, self.problem.current.source, *([] if main_grad is None else [main_grad])]
-        tracker.track_external(*given)
-        total = lambda when: sum(found["Total"] for found in tracker.get_tracker_snapshot(when).values())  # noqa: E731
-        before = total("current")
-        with tracker:
-            run()
-        return float(total("peak") - before)
 
 
 @contextlib.contextmanager

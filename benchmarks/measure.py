@@ -7,13 +7,11 @@ its row of the report has the error, and the run continues. The settings of the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import math
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.machine import Gpu
 from megatron_rl.errors import ConfigError
@@ -73,24 +72,19 @@ class CpuDevice:
 
     def poison(self, num_bytes: float) -> None: ...
 
-    def peak_extra_bytes(self, run: Callable[[], Any]) -> float | None:
-        """Peak resident bytes of the process during the step, above what is resident before it; None where Linux does not count."""
-        status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-        if not reset.exists():
-            return None
-        resident = lambda field: 1024.0 * int(re.search(rf"{field}:\s+(\d+) kB", status.read_text())[1])  # noqa: E731
-        self.release_memory()
-        reset.write_text("5")  # the peak starts anew
-        before, result = resident("VmRSS"), run()
-        found = resident("VmHWM") - before
-        del result
-        return found
+    def peak_extra_bytes(self, run: Callable[[], Any], given: Sequence[Tensor]) -> float:
+        """The most bytes of torch's storages that live at once during the step, without those of `given`, which live before it."""
+        from torch.distributed._tools.mem_tracker import MemTracker
 
-    def release_memory(self) -> None:
-        """Gives freed memory back to the system. Otherwise the step could use it again and the peak would not show it."""
-        gc.collect()
-        with contextlib.suppress(AttributeError):  # a C library without it
-            ctypes.CDLL(None).malloc_trim(0)
+        tracker = MemTracker()
+        tracker.track_external(*given)
+        total = lambda when: sum(found["Total"] for found in tracker.get_tracker_snapshot(when).values())  # noqa: E731
+        before = total("current")
+        with tracker:
+            run()
+        return float(total("peak") - before)
+
+    def release_memory(self) -> None: ...
 
     def check_alive(self, culprit: str) -> None: ...
 
@@ -130,7 +124,7 @@ class CudaDevice(CpuDevice):
         num_elements = int(min(num_bytes, 0.5 * free)) // 2
         torch.empty(num_elements, dtype=torch.bfloat16, device=self.torch_device).fill_(float("nan"))
 
-    def peak_extra_bytes(self, run: Callable[[], Any]) -> float | None:
+    def peak_extra_bytes(self, run: Callable[[], Any], given: Sequence[Tensor]) -> float:
         """The allocator's peak during the step, above what is allocated before it."""
         gc.collect()
         torch.cuda.synchronize()
@@ -359,7 +353,7 @@ def _qualify(provider: Provider, row: ProviderRow, problem: Any, device: Device,
         row.status, row.detail = FAIL, "; ".join(f"{c.name} {c.error:.1e} > {c.limit:.0e}" for c in row.checks if not c.is_passed)
         return None
     step.load(1 % problem.num_sets)
-    row.peak_extra_bytes = device.peak_extra_bytes(step.run)
+    row.peak_extra_bytes = device.peak_extra_bytes(step.run, problem.given)
     # The second call may still compile or allocate; the third shows the time.
     for index in range(2):
         step.load(index % problem.num_sets)

@@ -300,6 +300,10 @@ class LogitsProblem(Problem):
             self.nominal_bytes = self.floor_bytes = self.logits_bytes * (1 if case.kernel == STATISTICS else 2)
         self.work = {"logits_bytes": self.logits_bytes, "nominal_bytes": self.nominal_bytes, "floor_bytes": self.floor_bytes}
 
+    @property
+    def given(self) -> list[Tensor]:
+        return [self.logits]
+
     def load(self, index: int) -> None:
         super().load(index)
         self.logits.copy_(self.current.source)
@@ -333,6 +337,10 @@ class HeadProblem(Problem):
         self.matmul_flops = 2.0 * case.num_tokens * case.hidden_size * case.vocab_size
         self.work = {"matmul_flops": self.matmul_flops, "logits_bytes": self.logits_bytes, "input_bytes": self.input_bytes}
         self.main_grad: Tensor | None = None  # [V, H], of the provider that was prepared last
+
+    @property
+    def given(self) -> list[Tensor]:
+        return [self.current.source, self.weight, *([] if self.main_grad is None else [self.main_grad])]
 
     def leaves(self) -> tuple[Tensor, Tensor]:
         return self.current.source.detach().requires_grad_(), self.weight.detach().requires_grad_()

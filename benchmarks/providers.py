@@ -261,12 +261,12 @@ class KernelProblem(LogitsProblem):
 
     def __init__(self, case: BenchmarkCase, inputs: Inputs):
         super().__init__(case, inputs)
-        self.shard, self.given = vocab_shard(case.num_columns, 1.0, None, SINGLE), []
+        self.shard, self.of_rows = vocab_shard(case.num_columns, 1.0, None, SINGLE), []
         for index in range(self.num_sets if case.kernel == GRADIENT else 0):
             self.load(index)
             rows = row_results_torch(self.logits, self.current.labels, None, self.shard, SINGLE, with_entropy=False)
             _, coefficients = self.exact_loss()
-            self.given.append((rows.maximum, rows.total, rows.entropy, coefficients.float(), None))
+            self.of_rows.append((rows.maximum, rows.total, rows.entropy, coefficients.float(), None))
 
     def load(self, index: int) -> None:
         super().load(index)
@@ -278,7 +278,7 @@ class KernelProblem(LogitsProblem):
             return Result(log_probs=row_results(*arguments, with_entropy=False, **options).log_probs)
 
         def gradient() -> Result:
-            arguments = (self.logits, self.current.labels, None, *self.given[self.index], self.shard)
+            arguments = (self.logits, self.current.labels, None, *self.of_rows[self.index], self.shard)
             return Result(gradients=(logits_gradient(*arguments, out=self.logits, **options),))
 
         return Step(self.load, statistics if self.case.kernel == STATISTICS else gradient, self.check)

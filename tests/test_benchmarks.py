@@ -73,7 +73,7 @@ def measured(case: BenchmarkCase, chosen: list[Provider]) -> dict[str, ProviderR
 class Toy:
     """A problem without tensors: what it loads is written down."""
 
-    num_sets, logits_bytes = 3, 2e9
+    num_sets, logits_bytes, given = 3, 2e9, ()
 
     def __init__(self):
         self.events: list[tuple[str, int]] = []

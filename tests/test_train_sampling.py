@@ -137,7 +137,6 @@ WITH_KL = replace(GSPO, kl_coefficient=0.2, entropy_coefficient=0.05)
 LAYOUTS = [
     pytest.param(GRPO, 2, {}, {}, id="grpo, DP2"),
     pytest.param(WITH_KL, 2, {TP: 2}, {}, id="gspo, entropy, KL over the vocabulary, TP2"),
-    pytest.param(replace(WITH_KL, kl_score="support"), 2, {TP: 2}, {}, id="gspo, KL over the sets, TP2"),
     pytest.param(WITH_KL, 2, {CP: 2}, {"packed": True}, id="gspo, packed, CP2"),
     pytest.param(replace(WITH_KL, kl_score="support"), 4, {CP: 2, TP: 2}, {"micro_batch_size": 4}, id="CP2xTP2, micro-batches"),
     pytest.param(GRPO, 2, {PP: 2}, {"packed": True}, id="grpo, packed, PP2"),
