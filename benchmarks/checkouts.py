@@ -7,34 +7,40 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Unavailable
+from megatron_rl.errors import ConfigError
 
 # --peer NAME=PATH: the package that must be in PATH.
 CHECKOUTS = {
     "fast_llm": "https://github.com/ServiceNow/Fast-LLM",
-    "verl": "https://github.com/volcengine/verl",
-    "liger_kernel": "https://github.com/linkedin/Liger-Kernel (its src)",
-    "cut_cross_entropy": "https://github.com/apple/ml-cross-entropy",
-    "quack": "https://github.com/Dao-AILab/quack",
-    "rl_engine": "https://github.com/RL-Align/RL-Kernel",
-    "trl": "https://github.com/huggingface/trl",
-    "fla": "https://github.com/fla-org/flash-linear-attention",
-    "megatron": "https://github.com/NVIDIA/Megatron-LM",
-    "slime": "https://github.com/THUDM/slime",
-}
-HOSTS = {
     "miles": "https://github.com/radixark/miles",
-    "slime": CHECKOUTS["slime"],
-    "verl": CHECKOUTS["verl"],
+    "slime": "https://github.com/THUDM/slime",
+    "verl": "https://github.com/volcengine/verl",
     "nemo_rl": "https://github.com/NVIDIA-NeMo/RL",
     "skyrl": "https://github.com/NovaSky-AI/SkyRL",
     "mcore_adapter": "https://github.com/alibaba/ROLL (its mcore_adapter/src)",
 }
-"""Packages of the trainers that `hosts` measures, for --peer too."""
+
+
+def checkout_of(package: str) -> str:
+    return f"--peer {package}=PATH, a checkout of {CHECKOUTS[package]}"
+
+
+def add_checkouts(values: Sequence[str]) -> None:
+    """NAME=PATH: makes the checkouts importable, after everything that is installed, so they cannot shadow torch or triton."""
+    for value in values:
+        name, _, path = value.partition("=")
+        if name not in CHECKOUTS:
+            raise ConfigError(f"--peer {value}: write NAME=PATH with NAME one of {', '.join(CHECKOUTS)}")
+        if not (Path(path) / name).is_dir():
+            raise ConfigError(f"--peer {value}: {path} holds no folder {name}; give the checkout's own folder")
+        if path not in sys.path:
+            sys.path.append(path)
 
 
 class _Stub(ModuleType):
@@ -75,7 +81,7 @@ def host_module(name: str) -> ModuleType:
     package, *folders = name.split(".")[:-1]
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise Unavailable(NOT_INSTALLED, f"--peer {package}=PATH, a checkout of {HOSTS[package]}")
+        raise Unavailable(NOT_INSTALLED, checkout_of(package))
     before, absent, place = set(sys.modules), _Absent(), list(found.submodule_search_locations)
     for depth in range(len(folders) + 1):
         around = ModuleType(".".join([package, *folders[:depth]]))

@@ -7,13 +7,11 @@ its row of the report has the error, and the run continues. The settings of the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import math
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.machine import Gpu
 from megatron_rl.errors import ConfigError
@@ -36,11 +35,7 @@ MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 256
 CEILING_REPETITIONS = {"cuda": 20, "cpu": 5}
 # Writes queued before a step. The host then queues the whole step before the device starts it, so launches cost nothing.
 MOST_FLUSHES = 100
-PACKAGES = (
-    "triton numpy liger-kernel liger-cute-kernels megatron-core fast-llm verl flash-attn cut-cross-entropy quack-kernels trl "
-    "flash-linear-attention apex"
-).split()
-CLOCKS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
+PACKAGES = "triton numpy liger-kernel megatron-core fast-llm verl flash-attn apex".split()
 
 OK, FAIL, ERROR, NOT_INSTALLED, NOT_SUPPORTED = "ok", "FAIL", "error", "not installed", "not supported"
 # A slow provider takes part in fewer rounds, but at least in this many: a median of fewer is not reliable.
@@ -77,24 +72,19 @@ class CpuDevice:
 
     def poison(self, num_bytes: float) -> None: ...
 
-    def peak_extra_bytes(self, run: Callable[[], Any]) -> float | None:
-        """Peak resident bytes of the process during the step, above what is resident before it; None where Linux does not count."""
-        status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-        if not reset.exists():
-            return None
-        resident = lambda field: 1024.0 * int(re.search(rf"{field}:\s+(\d+) kB", status.read_text())[1])  # noqa: E731
-        self.release_memory()
-        reset.write_text("5")  # the peak starts anew
-        before, result = resident("VmRSS"), run()
-        found = resident("VmHWM") - before
-        del result
-        return found
+    def peak_extra_bytes(self, run: Callable[[], Any], given: Sequence[Tensor]) -> float:
+        """The most bytes of torch's storages that live at once during the step, without those of `given`, which live before it."""
+        from torch.distributed._tools.mem_tracker import MemTracker
 
-    def release_memory(self) -> None:
-        """Gives freed memory back to the system. Otherwise the step could use it again and the peak would not show it."""
-        gc.collect()
-        with contextlib.suppress(AttributeError):  # a C library without it
-            ctypes.CDLL(None).malloc_trim(0)
+        tracker = MemTracker()
+        tracker.track_external(*given)
+        total = lambda when: sum(found["Total"] for found in tracker.get_tracker_snapshot(when).values())  # noqa: E731
+        before = total("current")
+        with tracker:
+            run()
+        return float(total("peak") - before)
+
+    def release_memory(self) -> None: ...
 
     def check_alive(self, culprit: str) -> None: ...
 
@@ -134,7 +124,7 @@ class CudaDevice(CpuDevice):
         num_elements = int(min(num_bytes, 0.5 * free)) // 2
         torch.empty(num_elements, dtype=torch.bfloat16, device=self.torch_device).fill_(float("nan"))
 
-    def peak_extra_bytes(self, run: Callable[[], Any]) -> float | None:
+    def peak_extra_bytes(self, run: Callable[[], Any], given: Sequence[Tensor]) -> float:
         """The allocator's peak during the step, above what is allocated before it."""
         gc.collect()
         torch.cuda.synchronize()
@@ -222,18 +212,16 @@ def describe_machine(device: Device) -> dict[str, Any]:
 
 
 def read_clocks(device: Device) -> dict[str, str] | None:
-    """Clocks, power and temperature as nvidia-smi reports them now; None if nvidia-smi is missing or does not answer."""
+    """Clocks, power and temperature as nvidia-smi reports them now; None where it does not answer."""
     if device.kind != "cuda":
         return None
     # Not the index: CUDA_VISIBLE_DEVICES renumbers the devices only for torch.
     several = torch.cuda.device_count() > 1
     of_gpu = f"GPU-{torch.cuda.get_device_properties(device.torch_device).uuid}" if several else "0"
-    return _clocks_of(of_gpu).read_or_none()
+    return _gpu(of_gpu).read()
 
 
-@functools.cache
-def _clocks_of(gpu: str) -> Gpu:
-    return Gpu(CLOCKS, gpu)
+_gpu = functools.cache(Gpu)
 
 
 # Providers in turn
@@ -275,7 +263,7 @@ class Provider:
 class Settings:
     rounds: int = 30
     seconds_per_provider: float = 4.0  # of one case; bounds the rounds of slow providers
-    max_drift: float = 0.03
+    max_drift: float | None = 0.03  # None: a shared CPU, whose speed changes by a third from one moment to the next
 
 
 @dataclass(slots=True)
@@ -291,7 +279,6 @@ class ProviderRow:
     peak_extra_bytes: float | None = None
     rounds: int = 0
     median_ms: float | None = None
-    least_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
     host_ms: float | None = None
@@ -332,7 +319,7 @@ def measure(
     for entry in ready:
         row, (milliseconds, host_milliseconds) = entry.row, zip(*entry.times, strict=True)
         row.rounds, row.host_ms = len(entry.times), statistics.median(host_milliseconds)
-        row.least_ms, row.least_host_ms = min(milliseconds), min(host_milliseconds)
+        row.least_host_ms = min(host_milliseconds)
         row.p20_ms, row.median_ms, row.p80_ms = percentiles(milliseconds)
     return rows, _drift(ready[0].times, device.resolution_ms) if ready else None
 
@@ -366,7 +353,7 @@ def _qualify(provider: Provider, row: ProviderRow, problem: Any, device: Device,
         row.status, row.detail = FAIL, "; ".join(f"{c.name} {c.error:.1e} > {c.limit:.0e}" for c in row.checks if not c.is_passed)
         return None
     step.load(1 % problem.num_sets)
-    row.peak_extra_bytes = device.peak_extra_bytes(step.run)
+    row.peak_extra_bytes = device.peak_extra_bytes(step.run, problem.given)
     # The second call may still compile or allocate; the third shows the time.
     for index in range(2):
         step.load(index % problem.num_sets)
@@ -407,4 +394,4 @@ def _drift(times: Sequence[tuple[float, float]], resolution_ms: float) -> float 
 
 def is_void(drift: float | None, settings: Settings) -> bool:
     """Whether the machine changed during the measurement. Then the times of this case are not valid."""
-    return drift is not None and not abs(drift) <= settings.max_drift
+    return None not in (drift, settings.max_drift) and not abs(drift) <= settings.max_drift

@@ -8,52 +8,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.checkouts import CHECKOUTS, HOSTS, host_module
+from benchmarks.checkouts import checkout_of, host_module
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Check, Provider, Step, Unavailable
-from benchmarks.problems import LOG_PROBS, BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
+from benchmarks.problems import BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
 from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, summed_log_probs, whole_vocabulary_only
-from megatron_rl.errors import ConfigError
 
 LIGER, LIGER_VOCAB_PARALLEL = "Liger, Triton", "Liger vocab-parallel CE + torch"
 MEGATRON, FAST_LLM, VERL = "Megatron fused CE + torch", "Fast-LLM, Triton", "verl + torch"
 LIGER_HEAD, LIGER_SCALED = "Liger fused linear GRPO", "Liger fused scaled CE + torch"
-LIGER_PARALLEL = "Liger tensor-parallel scaled CE + torch"
-VERL_HEAD, MEGATRON_HEAD = "verl fused linear CE + torch", "Megatron fused linear CE + torch"
-CUT, QUACK, RL_KERNEL = "cut-cross-entropy + torch", "QuACK linear CE", "RL-Kernel linear log-probs + torch"
-TRL, FLA = "TRL fused log-probs + torch", "flash-linear-attention GRPO, on-policy"
+VERL_HEAD = "verl fused linear CE + torch"
 MEGATRON_UNFUSED, SLIME = "Megatron vocab-parallel CE", "slime"
 IGNORED_LABEL = -100
 LOSS_LEFT_OUT = "the loss itself (GRPO or GSPO in torch follows)"
-RECOMPUTED = "logits are computed a second time in backward"
-
-
-def add_checkouts(values: Sequence[str]) -> None:
-    """NAME=PATH: makes the checkouts importable, after everything that is installed, so they cannot shadow torch or triton.
-
-    Raises ConfigError for a name that is not in CHECKOUTS or a path without the package.
-    """
-    found, problems = [], []
-    for value in values:
-        name, equals, path = value.partition("=")
-        if not equals or name not in CHECKOUTS | HOSTS:
-            problems.append(f"--peer {value}: write NAME=PATH with NAME one of {', '.join(CHECKOUTS | HOSTS)}")
-        elif not (Path(path) / name).is_dir():
-            problems.append(f"--peer {value}: {path} holds no folder {name}; give the checkout's own folder")
-        else:
-            found.append(path)
-    if problems:
-        raise ConfigError(problems)
-    sys.path.extend(path for path in found if path not in sys.path)
 
 
 def import_peer(module: str, remedy: str) -> ModuleType:
@@ -68,36 +42,9 @@ def import_peer(module: str, remedy: str) -> ModuleType:
         raise Unavailable(NOT_INSTALLED, f"{package} is here but `import {module}` fails ({reason})") from None
 
 
-def verl_module(name: str, further: str = "") -> ModuleType:
-    """One file of verl, without the packages that the rest of verl imports, as Ray."""
-    if importlib.util.find_spec("verl") is None:
-        raise Unavailable(NOT_INSTALLED, f"pip install verl, or {checkout_of('verl')}{further}")
-    return host_module(name)
-
-
-def checkout_of(package: str) -> str:
-    return f"--peer {package}=PATH, a checkout of {CHECKOUTS[package]}"
-
-
-def needs_triton(problem: Problem) -> None:
-    """CUDA, or Triton's interpreter."""
-    if problem.device.type == "cuda":
-        return
-    if importlib.util.find_spec("triton") is None or not importlib.import_module("triton").knobs.runtime.interpret:
-        raise Unavailable(NOT_SUPPORTED, "Triton kernels need CUDA")
-
-
 def labels_of(problem: Problem) -> Tensor:
     """Labels of the loaded set for a cross-entropy, which ignores those of masked tokens."""
     return torch.where(problem.loss_mask, problem.current.labels, IGNORED_LABEL)
-
-
-def sum_of_log_probs(problem: Problem) -> Problem:
-    """The same inputs and the sum of their log-probabilities, for a peer whose rows have one coefficient: its gradient is checked,
-    and no part of it is a policy loss. Raises Unavailable where rows are masked or clipped."""
-    if not problem.case.is_dense:
-        raise Unavailable(NOT_SUPPORTED, "it gives each row the same coefficient: compared on dense cases alone")
-    return type(problem)(replace(problem.case, kernel=LOG_PROBS), problem.inputs)
 
 
 class PaddedBatch:
@@ -142,18 +89,15 @@ def loss_peers() -> list[Provider]:
         from_log_probs(MEGATRON, _megatron, without_loss),
         Provider(FAST_LLM, _fast_llm, "entropy (its metrics take another pass), gradients in place"),
         from_log_probs(VERL, _verl, f"vocabulary shards, {without_loss}; float32 arithmetic where flash-attn is missing"),
-        from_log_probs(TRL, _trl, f"vocabulary shards, gradients in place, {LOSS_LEFT_OUT}"),
-        Provider(FLA, _fla, "ratios (on-policy alone), sequence level, vocabulary shards, context parallelism, entropy"),
     ]
 
 
-def log_probs_peers() -> list[Provider]:
-    """For the CPU: what Megatron users, verl and slime compute log-probabilities with."""
-    return [summed_log_probs(name, find) for name, find in CPU_PEERS.items()]
-
-
-def cpu_loss_peers() -> list[Provider]:
-    return [from_log_probs(name, find, LOSS_LEFT_OUT) for name, find in CPU_PEERS.items()]
+def cpu_peers(case: BenchmarkCase) -> list[Provider]:
+    """What Megatron users, verl and slime compute log-probabilities with."""
+    found = {MEGATRON_UNFUSED: _megatron_unfused, SLIME: _slime}
+    if case.kernel is None:
+        return [from_log_probs(name, find, LOSS_LEFT_OUT) for name, find in found.items()]
+    return [summed_log_probs(name, find) for name, find in found.items()]
 
 
 def _megatron_unfused(problem: LogitsProblem) -> LogProbs:
@@ -171,16 +115,13 @@ def _megatron_unfused(problem: LogitsProblem) -> LogProbs:
 
 
 def _slime(problem: LogitsProblem) -> LogProbs:
-    peer = import_peer("slime.utils.ppo_utils", checkout_of("slime"))
+    peer = host_module("slime.utils.ppo_utils")
     return lambda logits: peer.calculate_log_probs_and_entropy(logits.float(), problem.current.labels, None)[0].squeeze(-1)
-
-
-CPU_PEERS = {MEGATRON_UNFUSED: _megatron_unfused, SLIME: _slime}
 
 
 def _liger(problem: LogitsProblem) -> Step:
     peer = import_peer("liger_kernel.transformers.grpo_loss", "pip install liger-kernel")
-    needs_triton(problem)
+    needs_cuda(problem)
     whole_vocabulary_only(problem)
     padded = PaddedBatch(problem, extra_rows=1)  # the last one unused
     mask = padded.mask.long()
@@ -203,7 +144,7 @@ def _level(problem: Problem) -> str:
 
 def _liger_vocab_parallel(problem: LogitsProblem) -> LogProbs:
     peer = import_peer("liger_kernel.transformers.vocab_parallel_cross_entropy", "pip install 'liger-kernel>=0.8'")
-    needs_triton(problem)
+    needs_cuda(problem)
     cross_entropy = peer.LigerVocabParallelCrossEntropy(ignore_index=IGNORED_LABEL)
     tp_group = None if problem.case.shards == 1 else fake_group(problem.case.shards)
     return lambda logits: -cross_entropy(logits[:, None], labels_of(problem)[:, None], tp_group)[:, 0]
@@ -224,7 +165,7 @@ def _megatron(problem: LogitsProblem) -> LogProbs:
 def _fast_llm(problem: LogitsProblem) -> Step:
     name = problem.case.loss
     peer = import_peer(f"fast_llm.functional.triton.{name}_loss", f"{checkout_of('fast_llm')} (Python 3.12)")
-    needs_triton(problem)
+    needs_cuda(problem)
     compute: Callable = getattr(peer, f"triton_{name}_loss_forward_backward")
     documents = problem.documents
     options = {"group": None if problem.case.shards == 1 else fake_group(problem.case.shards)}
@@ -244,46 +185,18 @@ def _fast_llm(problem: LogitsProblem) -> Step:
 
 
 def _verl(problem: LogitsProblem) -> LogProbs:
-    peer = verl_module("verl.utils.torch_functional", "; flash-attn for its fused cross-entropy")
+    peer = host_module("verl.utils.torch_functional")
     whole_vocabulary_only(problem)
     # Without flash-attn it computes row by row in the dtype of the logits, and bfloat16 logits then fail the gate.
     return lambda logits: peer.logprobs_from_logits(logits, problem.current.labels)
-
-
-def _trl(problem: LogitsProblem) -> LogProbs:
-    """Its kernel on CUDA; on a CPU TRL takes torch."""
-    peer = import_peer("trl.trainer.utils", f"pip install 'trl>=1.14', or {checkout_of('trl')}")
-    whole_vocabulary_only(problem)
-    function = getattr(peer, "selective_log_softmax_and_entropy", None)
-    if function is None:
-        raise Unavailable(NOT_INSTALLED, "this trl has no selective_log_softmax_and_entropy: pip install 'trl>=1.14'")
-    return lambda logits: _first(function(logits, problem.current.labels))
-
-
-def _fla(problem: LogitsProblem) -> Step:
-    """Advantages of -1 without KL make the gradient of its loss that of the sum of log-probabilities."""
-    peer = import_peer("fla.modules.grpo", f"pip install flash-linear-attention, or {checkout_of('fla')}")
-    needs_triton(problem)
-    whole_vocabulary_only(problem)
-    padded = PaddedBatch(sum_of_log_probs(problem), extra_rows=1)  # the last one unused
-    mask, reference = padded.mask.int(), torch.zeros_like(padded.mask)
-    advantages = -torch.ones(len(problem.lengths), device=problem.device)
-
-    def run() -> Result:
-        logits = padded.source.detach().requires_grad_().view_as(padded.source)
-        options = {"beta": 0.0, "completion_mask": mask, "inplace": True}
-        loss = peer.fused_grpo_loss(logits, reference, padded.labels, advantages, **options).sum()
-        return Result(None, None, torch.autograd.grad(loss, logits))
-
-    return Step(padded.load, run, padded.check)
 
 
 # From hidden states
 
 
 def head_peers(case: BenchmarkCase) -> list[Provider]:
-    """Only for dense cases without KL: a peer treats masked and clipped rows like all others."""
-    if not case.is_dense or case.with_kl or case.documents == 1:
+    """Only for dense cases: a peer treats masked rows like all others."""
+    if not case.is_dense or case.documents == 1:
         return []
     # Their logits are bfloat16, or float32 inside a kernel. The wider limit of the gate is used for both.
     return [
@@ -291,14 +204,7 @@ def head_peers(case: BenchmarkCase) -> list[Provider]:
             LIGER_HEAD, _liger_head, "vocabulary shards, packed documents (rows are padded to the longest), context parallelism"
         ),
         from_log_probs(LIGER_SCALED, _liger_scaled, LOSS_LEFT_OUT),
-        from_log_probs(LIGER_PARALLEL, _liger_parallel, LOSS_LEFT_OUT),
-        Provider(QUACK, _quack, "the loss: each row has the same coefficient; log-probabilities, vocabulary shards, entropy"),
-        from_log_probs(RL_KERNEL, _rl_kernel, f"{LOSS_LEFT_OUT}; {RECOMPUTED}"),
-        from_log_probs(VERL_HEAD, _verl_head, f"{LOSS_LEFT_OUT}; {RECOMPUTED}"),
-        from_log_probs(MEGATRON_HEAD, _megatron_head, f"{LOSS_LEFT_OUT}; {RECOMPUTED}; GPUs before Blackwell"),
-        from_log_probs(
-            CUT, _cut, f"{LOSS_LEFT_OUT}, vocabulary shards; {RECOMPUTED}; gradient filter off: flat rows do not survive it"
-        ),
+        from_log_probs(VERL_HEAD, _verl_head, f"{LOSS_LEFT_OUT}; logits are computed a second time in backward"),
     ]
 
 
@@ -330,62 +236,12 @@ def _liger_scaled(problem: HeadProblem) -> LogProbs:
     return lambda hidden, weight: -_first(function.apply(hidden, weight, problem.current.labels, *options))
 
 
-def _liger_parallel(problem: HeadProblem) -> LogProbs:
-    """On a group of one rank. Without liger-cute-kernels it computes in torch, chunk by chunk."""
-    needs_cuda(problem)
-    remedy = "pip install 'liger-kernel>=0.8.6' liger-cute-kernels"
-    function = getattr(import_peer("liger_kernel.ops", remedy), "LigerFusedLinearScaledCrossEntropyTPFunction", None)
-    if function is None:
-        raise Unavailable(NOT_INSTALLED, f"this liger-kernel has no tensor-parallel scaled cross-entropy: {remedy}")
-    # Process group, temperature, ignored label, tiles, without entropy.
-    options = (fake_group(1), 1.0, IGNORED_LABEL, 1, False)
-    return lambda hidden, weight: -_first(function.apply(hidden, weight, problem.current.labels, *options))
-
-
-def _quack(problem: HeadProblem) -> Step:
-    """It chooses its scaled-exp form by itself: Hopper, bfloat16, a vocabulary of a multiple of 128."""
-    needs_cuda(problem)
-    peer = import_peer("quack.linear_cross_entropy", f"pip install quack-kernels, or {checkout_of('quack')}")
-    sums = sum_of_log_probs(problem)
-
-    def run() -> Result:
-        leaves = sums.leaves()
-        loss = peer.chunked_linear_cross_entropy(*leaves, sums.current.labels, reduction="sum")
-        return Result(loss.detach(), None, torch.autograd.grad(loss, leaves))
-
-    def check(result: Result) -> list[Check]:
-        return sums.check(Result(-result.loss, None, tuple(-gradient for gradient in result.gradients)))
-
-    return Step(sums.load, run, check)
-
-
-def _rl_kernel(problem: HeadProblem) -> LogProbs:
-    needs_cuda(problem)
-    peer = import_peer("rl_engine.kernels.ops.triton.loss.linear_logp", checkout_of("rl_engine"))
-    function = peer.TritonLinearLogpOp()
-    return lambda hidden, weight: function(hidden, weight, problem.current.labels)
-
-
 def _verl_head(problem: HeadProblem) -> LogProbs:
     needs_cuda(problem)
-    peer = verl_module("verl.utils.kernel.linear_cross_entropy")
+    peer = host_module("verl.utils.kernel.linear_cross_entropy")
     # Temperature, reduction, process group.
     options = (1.0, "none", None)
     return lambda hidden, weight: _first(peer.linear_cross_entropy(hidden, weight, problem.current.labels, *options))
-
-
-def _megatron_head(problem: HeadProblem) -> LogProbs:
-    needs_cuda(problem)
-    remedy = f"a megatron-core that has it, or {checkout_of('megatron')}"
-    peer = import_peer("megatron.core.fusions.fused_linear_cross_entropy", remedy)
-    return lambda hidden, weight: -peer.linear_cross_entropy(hidden, weight, problem.current.labels, reduction="none")
-
-
-def _cut(problem: HeadProblem) -> LogProbs:
-    needs_cuda(problem)
-    peer = import_peer("cut_cross_entropy", f"pip install cut-cross-entropy, or {checkout_of('cut_cross_entropy')}")
-    options = {"reduction": "none", "impl": "cce", "filter_eps": None}
-    return lambda hidden, weight: -peer.linear_cross_entropy(hidden, weight, problem.current.labels, **options)
 
 
 def _first(values: Tensor | tuple) -> Tensor:

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import problems
-from benchmarks.measure import NOT_SUPPORTED, Check, Provider, Step, Unavailable
-from benchmarks.problems import BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, Result
+from benchmarks.measure import NOT_SUPPORTED, Provider, Step, Unavailable
+from benchmarks.problems import GRADIENT, STATISTICS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, Result
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend
-from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity
+from megatron_rl.ops.backends import (
+    GradientConfiguration,
+    StatisticsConfiguration,
+    one_read_configuration,
+    resolve_backend,
+)
+from megatron_rl.ops.linear_head import chunk_capacity
 from megatron_rl.ops.linear_log_probs import linear_log_probs
-from megatron_rl.ops.linear_schedule import Plan, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_torch
 
@@ -37,8 +36,7 @@ GUESSES = {f"{ONE_READ}, right guess": 1.0, f"{ONE_READ}, wrong guess": 2.0}
 EAGER, COMPILED = "eager torch", "torch.compile"
 CPU_OURS, CPU_OURS_IN_PLACE = "ours, torch", "ours, torch, in place"
 SHIPPED, TORCH_TWIN = ", as shipped", "torch twin"
-# So large that a wrong entropy gradient would show beside the policy's.
-ENTROPY_COEFFICIENT = 3.0
+NOT_IN_TORCH = "vocabulary shards, entropy, context parallelism"
 # A program has 32 lanes a warp, each loads 128 bits: more warps are more lanes.
 STATISTICS_CONFIGURATIONS = tuple(
     StatisticsConfiguration(lanes=32 * warps, tiles=tiles, num_warps=warps) for warps in (4, 8) for tiles in (1, 2, 4)
@@ -47,13 +45,11 @@ GRADIENT_CONFIGURATIONS = tuple(
     GradientConfiguration(block=block, num_warps=warps) for block, warps in ((4096, 8), (2048, 4), (8192, 8))
 )
 # From hidden states.
-THREE_MATMULS, UNFUSED, FUSED, FUSED_SMALL = "three matmuls", "unfused", "ours", "ours, into main_grad, 4096 rows"
-FUSED_SCALED = "ours, scaled exp"
-FUSED_APART = "ours, statistics and gradient apart"
-LOGITS_MATMUL, HIDDEN_MATMUL, WEIGHT_MATMUL = "one matmul: logits", "one matmul: dX", "one matmul: dW"
-FORWARD, FORWARD_FP32 = "ours, forward only", "ours, forward only, fp32 logits"
-ONE_MATMUL = (LOGITS_MATMUL, HIDDEN_MATMUL, WEIGHT_MATMUL, FORWARD, FORWARD_FP32)
-SMALL_ROWS, FAKE_RANKS = 4096, 8
+THREE_MATMULS, LOGITS_MATMUL, UNFUSED, FUSED = "three matmuls", "one matmul: logits", "unfused", "ours"
+FUSED_MAIN_GRAD, FUSED_SMALL = "ours, into main_grad", "ours, into main_grad, 4096 rows"
+FORWARD = "ours, forward only"
+ONE_MATMUL = (LOGITS_MATMUL, FORWARD)
+MAX_LOGITS_BYTES, SMALL_ROWS, FAKE_RANKS = DEFAULT_MAX_LOGITS_BYTES, 4096, 8
 
 Compute = Callable[..., tuple[Tensor, Tensor | None]]  # (logits) or (hidden, weight) -> loss, log_probs [T] or None
 LogProbs = Callable[..., Tensor]  # (logits) or (hidden, weight) -> log_probs [T] of the loaded set, differentiable
@@ -115,7 +111,7 @@ def torch_policy_loss(problem: Problem, log_probs: Tensor) -> Tensor:  # [T] -> 
     return torch.where(problem.loss_mask, values, 0.0).sum() / problem.num_unmasked
 
 
-def from_log_probs(name: str, find: Callable[[Problem], LogProbs], leaves_out: str) -> Provider:
+def from_log_probs(name: str, find: Callable[[Problem], LogProbs], leaves_out: str, *, is_ours: bool = False) -> Provider:
     """A provider that computes only log-probabilities, followed by torch_policy_loss. `find(problem)` imports it once, untimed."""
 
     def prepare(problem: Problem) -> Step:
@@ -127,7 +123,7 @@ def from_log_probs(name: str, find: Callable[[Problem], LogProbs], leaves_out: s
 
         return step_of(problem, compute)
 
-    return Provider(name, prepare, leaves_out)
+    return Provider(name, prepare, leaves_out, is_ours)
 
 
 def package_loss(problem: Problem, logits: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -146,28 +142,25 @@ def package_loss(problem: Problem, logits: Tensor, **options) -> tuple[Tensor, T
 
 def loss_providers(device_kind: str) -> list[Provider]:
     """All others are compared with the first one."""
-    torch_twins = [
-        ours("ours, torch, in place", Backend.TORCH, inplace=True),
+    torch_in_place, in_place = ours("ours, torch, in place", Backend.TORCH), ours(OURS, Backend.TRITON)
+    torch_alone = [
         ours("ours, torch", Backend.TORCH, inplace=False),
+        from_log_probs(EAGER, _eager, NOT_IN_TORCH),
+        from_log_probs(COMPILED, _compiled, f"{NOT_IN_TORCH}; compiles for each new kind of shape"),
     ]
-    triton = [
-        ours(OURS, Backend.TRITON, inplace=True),
+    if device_kind == "cpu":
+        return [torch_in_place, in_place, *torch_alone]
+    return [
+        in_place,
         ours("ours", Backend.TRITON, inplace=False),
-        ours(OURS_ENTROPY, Backend.TRITON, inplace=True, metrics="with_entropy"),
+        ours(OURS_ENTROPY, Backend.TRITON, metrics="with_entropy"),
         Provider(ONE_READ, one_read, is_ours=True),
         *(Provider(name, functools.partial(one_read, guess=guess), is_ours=True) for name, guess in GUESSES.items()),
-        ours("ours, in place, metrics", Backend.TRITON, inplace=True, metrics="basic"),
-        ours("ours, in place, entropy bonus", Backend.TRITON, inplace=True, entropy_coefficient=ENTROPY_COEFFICIENT),
+        *torch_alone,
     ]
-    torch_alone = [
-        from_log_probs(EAGER, _eager, "vocabulary shards, entropy, context parallelism"),
-        from_log_probs(COMPILED, _compiled, "vocabulary shards, entropy, context parallelism; compiles for each new kind of shape"),
-    ]
-    own = [*torch_twins, triton[0]] if device_kind == "cpu" else [*triton, torch_twins[1]]
-    return own + torch_alone
 
 
-def ours(name: str, backend: str, *, inplace: bool, metrics: str = "none", entropy_coefficient: float = 0.0) -> Provider:
+def ours(name: str, backend: str, *, inplace: bool = True, metrics: str = "none") -> Provider:
     def prepare(problem: LogitsProblem) -> Step:
         if backend == Backend.TRITON:
             needs_cuda(problem)
@@ -175,10 +168,7 @@ def ours(name: str, backend: str, *, inplace: bool, metrics: str = "none", entro
         shards = problem.case.shards
         tp_group = SINGLE if shards == 1 else fake_group(shards)
         options = {"tp_group": tp_group, "backend": backend, "inplace": inplace, "metrics": metrics}
-        if entropy_coefficient:
-            options |= {"entropy_coefficient": entropy_coefficient, "regularizer_weights": problem.token_weights}
-        compute = lambda logits: package_loss(problem, logits, **options)  # noqa: E731
-        return step_of(problem, compute, entropy_coefficient=entropy_coefficient, num_replicas=shards)
+        return step_of(problem, lambda logits: package_loss(problem, logits, **options), num_replicas=shards)
 
     return Provider(name, prepare, is_ours=True)
 
@@ -193,8 +183,6 @@ def one_read(problem: LogitsProblem, guess: float | None = None) -> Step:
     resolve_backend(Backend.TRITON, problem.logits)  # says what is missing
     if get_policy_loss(problem.case.loss).level != "token":
         raise Unavailable(NOT_SUPPORTED, "a coefficient needs the whole sample: two kernels")
-    from megatron_rl.ops.backends import one_read_configuration
-
     rows, columns = problem.logits.shape
     if one_read_configuration(rows, columns * problem.logits.itemsize, problem.logits.device) is None:
         raise Unavailable(NOT_SUPPORTED, "the rows are too few: two kernels")
@@ -226,14 +214,8 @@ def _compiled(problem: LogitsProblem) -> LogProbs:
     whole_vocabulary_only(problem)
     if problem.device.type != "cuda":
         raise Unavailable(NOT_SUPPORTED, "compiles for tens of seconds on a CPU: `python -m benchmarks cpu` compares there")
-    compiled = _compile_log_probs()
+    compiled = torch.compile(_target_less_logsumexp)
     return lambda logits: compiled(logits, problem.current.labels)
-
-
-@functools.cache
-def _compile_log_probs() -> Callable[[Tensor, Tensor], Tensor]:
-    """Compiles once in a run, as a user does. For further shapes torch decides whether it compiles again or makes sizes dynamic."""
-    return torch.compile(_target_less_logsumexp)
 
 
 def _target_less_logsumexp(logits: Tensor, labels: Tensor) -> Tensor:
@@ -241,27 +223,23 @@ def _target_less_logsumexp(logits: Tensor, labels: Tensor) -> Tensor:
     return x.gather(1, labels[:, None])[:, 0] - x.logsumexp(-1)
 
 
-def log_probs_providers() -> list[Provider]:
-    """Log-probabilities on the CPU, and the gradient of their sum."""
+def cpu_providers(case: BenchmarkCase) -> list[Provider]:
+    """Log-probabilities on the CPU and the gradient of their sum, or the whole loss; all others are compared with the first one."""
+    rows = ((CPU_OURS, False), (CPU_OURS_IN_PLACE, True))
+    if case.kernel is None:
+        return [
+            from_log_probs(EAGER, _eager, NOT_IN_TORCH),
+            *(ours(name, Backend.TORCH, inplace=inplace) for name, inplace in rows),
+        ]
     eager = lambda logits, labels: torch.log_softmax(logits, -1, dtype=torch.float32).gather(1, labels[:, None])[:, 0]  # noqa: E731
-    ours = functools.partial(vocab_parallel_log_probs, tp_group=SINGLE)
+    functions = {name: functools.partial(vocab_parallel_log_probs, tp_group=SINGLE, inplace=inplace) for name, inplace in rows}
 
     def of(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[LogitsProblem], LogProbs]:
         return lambda problem: lambda logits: function(logits, problem.current.labels)
 
     return [
         summed_log_probs(EAGER, of(eager)),
-        summed_log_probs(CPU_OURS, of(ours), is_ours=True),
-        summed_log_probs(CPU_OURS_IN_PLACE, of(functools.partial(ours, inplace=True)), is_ours=True),
-    ]
-
-
-def cpu_loss_providers() -> list[Provider]:
-    """The whole loss on the CPU; all others are compared with the first one."""
-    in_place = ((CPU_OURS, False), (CPU_OURS_IN_PLACE, True))
-    return [
-        from_log_probs(EAGER, _eager, "vocabulary shards, entropy, context parallelism"),
-        *(ours(name, Backend.TORCH, inplace=is_in_place) for name, is_in_place in in_place),
+        *(summed_log_probs(name, of(function), is_ours=True) for name, function in functions.items()),
     ]
 
 
@@ -281,52 +259,42 @@ def summed_log_probs(name: str, find: Callable[[LogitsProblem], LogProbs], *, is
 class KernelProblem(LogitsProblem):
     """The inputs of the gradient kernel (softmax statistics of rows, coefficients of a loss) are made before."""
 
-    def __init__(self, case: BenchmarkCase, inputs: Inputs, *, seed: int = 0):
-        super().__init__(case, inputs, seed=seed)
-        self.shard = vocab_shard(case.num_columns, 1.0, None, SINGLE)
-        self.given = []
-        for index in range(self.num_sets if case.kernel == problems.GRADIENT else 0):
+    def __init__(self, case: BenchmarkCase, inputs: Inputs):
+        super().__init__(case, inputs)
+        self.shard, self.of_rows = vocab_shard(case.num_columns, 1.0, None, SINGLE), []
+        for index in range(self.num_sets if case.kernel == GRADIENT else 0):
             self.load(index)
-            rows = self.row_results(row_results_torch, with_entropy=True)
-            self.given.append((rows.maximum, rows.total, rows.entropy, self.exact_loss().coefficients.float()))
-        # An entropy bonus: the loss falls where the entropy rises.
-        self.entropy_coefficients = -self.entropy_weights(ENTROPY_COEFFICIENT).float() if case.with_entropy else None
+            rows = row_results_torch(self.logits, self.current.labels, None, self.shard, SINGLE, with_entropy=False)
+            _, coefficients = self.exact_loss()
+            self.of_rows.append((rows.maximum, rows.total, rows.entropy, coefficients.float(), None))
 
     def load(self, index: int) -> None:
         super().load(index)
         self.index = index
 
-    def row_results(self, function: Callable, **options):
-        return function(self.logits, self.current.labels, None, self.shard, SINGLE, **options)
-
     def step(self, row_results: Callable, logits_gradient: Callable, **options) -> Step:
-        with_entropy = self.case.with_entropy
-
         def statistics() -> Result:
-            found = self.row_results(row_results, with_entropy=with_entropy, **options)
-            return Result(log_probs=found.log_probs, entropy=found.entropy if with_entropy else None)
+            arguments = (self.logits, self.current.labels, None, self.shard, SINGLE)
+            return Result(log_probs=row_results(*arguments, with_entropy=False, **options).log_probs)
 
         def gradient() -> Result:
-            arguments = (self.logits, self.current.labels, None, *self.given[self.index], self.entropy_coefficients, self.shard)
+            arguments = (self.logits, self.current.labels, None, *self.of_rows[self.index], self.shard)
             return Result(gradients=(logits_gradient(*arguments, out=self.logits, **options),))
 
-        if self.case.kernel == problems.STATISTICS:
-            return Step(self.load, statistics, self.check)
-        coefficient = ENTROPY_COEFFICIENT if with_entropy else 0.0
-        return Step(self.load, gradient, lambda result: self.check(result, entropy_coefficient=coefficient))
+        return Step(self.load, statistics if self.case.kernel == STATISTICS else gradient, self.check)
 
 
 def kernel_providers(case: BenchmarkCase, device_kind: str) -> list[Provider]:
     """Each configuration; on CUDA the shipped one is first. The torch twin shows what the kernel replaces."""
-    is_statistics = case.kernel == problems.STATISTICS
+    is_statistics = case.kernel == STATISTICS
     shipped = StatisticsConfiguration() if is_statistics else GradientConfiguration()
     others = STATISTICS_CONFIGURATIONS if is_statistics else GRADIENT_CONFIGURATIONS
-    triton = [_configured(configuration, configuration == shipped) for configuration in dict.fromkeys((shipped, *others))]
+    triton = [_configured(one, SHIPPED if one == shipped else "") for one in dict.fromkeys((shipped, *others))]
     twin = Provider(TORCH_TWIN, lambda problem: problem.step(row_results_torch, logits_gradient_torch), is_ours=True)
     return [twin, *triton] if device_kind == "cpu" else [*triton, twin]
 
 
-def _configured(configuration: StatisticsConfiguration | GradientConfiguration, is_shipped: bool) -> Provider:
+def _configured(configuration: StatisticsConfiguration | GradientConfiguration, suffix: str) -> Provider:
     is_gradient = isinstance(configuration, GradientConfiguration)
     cut = f"block {configuration.block}" if is_gradient else f"lanes {configuration.lanes}, tiles {configuration.tiles}"
 
@@ -336,69 +304,38 @@ def _configured(configuration: StatisticsConfiguration | GradientConfiguration, 
 
         return problem.step(row_results_triton, logits_gradient_triton, configuration=configuration)
 
-    return Provider(f"{cut}, {configuration.num_warps} warps" + (SHIPPED if is_shipped else ""), prepare, is_ours=True)
+    return Provider(f"{cut}, {configuration.num_warps} warps{suffix}", prepare, is_ours=True)
 
 
 # From hidden states
 
 
-def chunk_rows(case: BenchmarkCase, device: torch.device, max_logits_bytes: int) -> int:
-    """Rows in a chunk of the fused head; the bare matmuls use the same number. ConfigError for a budget without room for a row."""
-    return min(chunk_capacity(_empty_weight(case, device), max_logits_bytes, False, case.num_tokens), case.num_tokens)
-
-
-def bytes_for(rows: int, case: BenchmarkCase, device: torch.device) -> int:
-    """max_logits_bytes of chunks of `rows` rows."""
-    return rows * case.vocab_size * bytes_per_logit(_empty_weight(case, device), False)
-
-
-def _empty_weight(case: BenchmarkCase, device: torch.device) -> Tensor:
-    """The case's shape, dtype and device without its memory."""
-    return torch.zeros(1, 1, dtype=case.dtype, device=device).expand(case.vocab_size, case.hidden_size)
-
-
-def plan_of(case: BenchmarkCase, rows: int) -> tuple[str, int]:
-    """(the plans that the fused head takes with chunks of up to `rows` rows, number of chunks)."""
-    counts = [length - round(case.masked * length) for length in case.lengths]
-    if case.loss == "grpo":
-        items = schedule_rows(torch.arange(sum(counts)), rows)
-    else:
-        numbers, idle = torch.arange(sum(counts)).split(counts), [False] * len(counts)
-        items = schedule_documents(document_bins(counts, rows), numbers, rows, has_row_terms=case.with_kl, is_idle=idle)
-    used = {item.plan for item in items}
-    return "+".join(plan for plan in Plan if plan in used), sum(len(item.chunks) for item in items)
-
-
-def head_options(problem: HeadProblem) -> dict[str, Any]:
-    options: dict[str, Any] = {"token_counts": problem.token_counts, "tp_group": SINGLE}
-    if problem.case.with_kl:
-        options |= {"ref_log_probs": problem.current.ref_log_probs, "kl_coefficient": problems.KL_COEFFICIENT}
-        options |= {"regularizer_weights": problem.token_weights}
-    return options
+def chunk_rows(problem: HeadProblem) -> int:
+    """Rows in a chunk of the fused head; the bare matmuls use the same number."""
+    num_tokens = problem.case.num_tokens
+    return min(chunk_capacity(problem.weight, MAX_LOGITS_BYTES, False, num_tokens), num_tokens)
 
 
 def fused(
     name: str,
     *,
-    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
+    max_logits_bytes: int | None = None,  # MAX_LOGITS_BYTES
+    metrics: str = "none",
     fp32_logits: bool = False,
     into_main_grad: bool = False,
     scaled_exp: bool = False,
-    rows: int | None = None,
-    is_apart: bool = False,
 ) -> Provider:
-    """Mask and document bounds are on the host, as in Megatron's batches. rows: the size of a chunk, instead of the budget.
-
-    is_apart: a kernel for the statistics and another for the gradient, where one kernel would do both.
-    """
+    """Mask and document bounds are on the host, as in Megatron's batches."""
 
     def prepare(problem: HeadProblem) -> Step:
         case, weight = problem.case, torch.nn.Parameter(problem.weight)
-        options = {"max_logits_bytes": max_logits_bytes if rows is None else bytes_for(rows, case, problem.device)}
-        options |= {"fp32_logits": fp32_logits, "document_lengths": problem.lengths, "cp_group": SINGLE}
-        options |= {"scaled_exp": True, "backend": Backend.TRITON} if scaled_exp else {}
+        options = {"metrics": metrics, "fp32_logits": fp32_logits, "max_logits_bytes": max_logits_bytes or MAX_LOGITS_BYTES}
+        options |= {"document_lengths": problem.lengths, "token_counts": problem.token_counts}
+        options |= {"tp_group": SINGLE, "cp_group": SINGLE, "check_ranks": False}
+        if scaled_exp:
+            options |= {"scaled_exp": True, "backend": Backend.TRITON}
         if into_main_grad:
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            weight.main_grad = problem.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             options["loss_scale"] = 1.0
 
         def load(index: int) -> None:
@@ -410,9 +347,7 @@ def fused(
             inputs = problem.current
             hidden = inputs.source.detach().requires_grad_()
             packed = (inputs.advantages, problem.host_loss_mask, problem.host_cu_seqlens, problem.token_weights)
-            arguments = (case.loss, hidden, weight, inputs.labels, inputs.old_log_probs, *packed)
-            with two_row_kernels() if is_apart else contextlib.nullcontext():
-                output = linear_policy_loss(*arguments, **options, **head_options(problem))
+            output = linear_policy_loss(case.loss, hidden, weight, inputs.labels, inputs.old_log_probs, *packed, **options)
             of_hidden, of_weight = torch.autograd.grad(output.loss, (hidden, weight), allow_unused=into_main_grad)
             return Result(output.loss.detach(), output.log_probs, (of_hidden, weight.main_grad if into_main_grad else of_weight))
 
@@ -422,93 +357,66 @@ def fused(
     return Provider(name, prepare, is_ours=True)
 
 
-@contextlib.contextmanager
-def two_row_kernels() -> Iterator[None]:
-    from megatron_rl.ops import unit_gradient_triton
+def _forward_only(problem: HeadProblem) -> Step:
+    options = {"max_logits_bytes": MAX_LOGITS_BYTES, "loss_mask": problem.host_loss_mask, "tp_group": SINGLE}
 
-    with mock.patch.object(unit_gradient_triton, "plan_unit_gradient", lambda logits, out: None):
-        yield
+    def run() -> Result:
+        inputs = problem.current
+        with torch.no_grad():
+            return Result(log_probs=linear_log_probs(inputs.source, problem.weight, inputs.labels, **options))
 
-
-def forward_only(name: str, *, max_logits_bytes: int, fp32_logits: bool = False) -> Provider:
-    def prepare(problem: HeadProblem) -> Step:
-        options = {"max_logits_bytes": max_logits_bytes, "fp32_logits": fp32_logits, "loss_mask": problem.host_loss_mask}
-
-        def run() -> Result:
-            inputs = problem.current
-            with torch.no_grad():
-                return Result(log_probs=linear_log_probs(inputs.source, problem.weight, inputs.labels, tp_group=SINGLE, **options))
-
-        precision = torch.float32 if fp32_logits else None
-        return Step(problem.load, run, lambda result: problem.check(result, precision=precision))
-
-    return Provider(name, prepare, "the loss and its gradient", is_ours=True)
+    return Step(problem.load, run, problem.check)
 
 
-def unfused(name: str, *, inplace: bool, fp32_head: bool = False) -> Provider:
+def unfused(name: str, *, inplace: bool) -> Provider:
     """All logits, then policy_loss: this is what --fused-lm-head-loss replaces. In place, as the training command calls it."""
 
     def prepare(problem: HeadProblem) -> Step:
-        def compute(hidden: Tensor, weight: Tensor):
-            logits = fp32_head_logits(hidden, weight, tp_group=SINGLE) if fp32_head else hidden @ weight.t()
-            return package_loss(problem, logits, inplace=inplace, **head_options(problem))
-
-        return step_of(problem, compute, precision=torch.float32 if fp32_head else None)
+        options = {"token_counts": problem.token_counts, "tp_group": SINGLE, "inplace": inplace}
+        return step_of(problem, lambda hidden, weight: package_loss(problem, hidden @ weight.t(), **options))
 
     return Provider(name, prepare, is_ours=True)
 
 
-def matmuls(name: str, passes: str, max_logits_bytes: int, num_rows: int | None = None) -> Provider:
+def matmuls(name: str, passes: str, num_rows: int | None = None) -> Provider:
     """Only products, into existing tensors: l logits, x dX, w dW. num_rows: rows of a chunk; None: as many as the fused head."""
 
     def prepare(problem: HeadProblem) -> Step:
         case, weight = problem.case, problem.weight
-        rows = min(num_rows or chunk_rows(case, problem.device, max_logits_bytes), case.num_tokens)
+        rows = min(num_rows or chunk_rows(problem), case.num_tokens)
         # The logits are multiplied in place of their gradient: sizes and kind of numbers are the same.
         buffer = problem.sets[0].source[:rows] @ weight.t()
         of_weight = torch.zeros_like(weight) if "w" in passes else None
         of_hidden = torch.zeros(rows, case.hidden_size, dtype=case.dtype, device=problem.device)
 
-        def run() -> Tensor:
+        def run() -> Result:
             for hidden in problem.current.source.split(rows):
                 logits = buffer[: hidden.shape[0]]
-                for one in passes:
-                    if one == "l":
-                        torch.mm(hidden, weight.t(), out=logits)
-                    elif one == "x":
-                        torch.mm(logits, weight, out=of_hidden[: hidden.shape[0]])
-                    else:
-                        torch.mm(logits.t(), hidden, out=of_weight)
-            return logits
+                torch.mm(hidden, weight.t(), out=logits)
+                if "x" in passes:
+                    torch.mm(logits, weight, out=of_hidden[: hidden.shape[0]])
+                if "w" in passes:
+                    torch.mm(logits.t(), hidden, out=of_weight)
+            return Result(logits=logits)
 
-        def check(logits: Tensor) -> list[Check]:
-            return problem.check(Result(logits=logits)) if "l" in passes else [Check("products of the shape", 0.0, 0.0)]
-
-        return Step(problem.load, run, check)
+        return Step(problem.load, run, problem.check)
 
     return Provider(name, prepare, "everything but the products")
 
 
-def head_providers(case: BenchmarkCase, device_kind: str, max_logits_bytes: int) -> list[Provider]:
+def head_providers(case: BenchmarkCase, device_kind: str) -> list[Provider]:
     """The first one is the three matmuls of the ratios. It also shows drift."""
-    budget = {"max_logits_bytes": max_logits_bytes}
-    first = [matmuls(THREE_MATMULS, "lxw", max_logits_bytes), fused(FUSED, **budget), unfused(UNFUSED, inplace=True)]
+    found = [matmuls(THREE_MATMULS, "lxw"), fused(FUSED), unfused(UNFUSED, inplace=True), matmuls(LOGITS_MATMUL, "l")]
+    found.append(Provider(FORWARD, _forward_only, "the loss and its gradient", is_ours=True))
     if device_kind == "cpu":
-        return [*first, unfused("unfused, out of place", inplace=False), forward_only(FORWARD, **budget)]
+        return found
+    found.append(fused(FUSED_MAIN_GRAD, into_main_grad=True))
     if not case.is_dense or case.documents == 1:
-        return [*first, fused("ours, into main_grad", into_main_grad=True, **budget), matmuls(LOGITS_MATMUL, "l", max_logits_bytes)]
+        return found
     return [
-        *first,
-        matmuls("three matmuls, 4096 rows", "lxw", max_logits_bytes, SMALL_ROWS),
-        *(matmuls(name, one, max_logits_bytes) for name, one in ((LOGITS_MATMUL, "l"), (HIDDEN_MATMUL, "x"), (WEIGHT_MATMUL, "w"))),
-        fused(FUSED_APART, is_apart=True, **budget),
-        fused(FUSED_SCALED, scaled_exp=True, **budget),
-        fused("ours, fp32 logits", fp32_logits=True, **budget),
-        fused("ours, scaled exp, fp32 logits", scaled_exp=True, fp32_logits=True, **budget),
-        fused("ours, into main_grad", into_main_grad=True, **budget),
-        fused(FUSED_SMALL, into_main_grad=True, rows=SMALL_ROWS),
-        forward_only(FORWARD, **budget),
-        forward_only(FORWARD_FP32, fp32_logits=True, **budget),
-        unfused("unfused, out of place", inplace=False),
-        unfused("unfused, fp32 head", inplace=True, fp32_head=True),
+        *found,
+        fused(FUSED_SMALL, into_main_grad=True, max_logits_bytes=SMALL_ROWS * case.vocab_size * case.dtype.itemsize),
+        fused("ours, scaled exp", scaled_exp=True),
+        fused("ours, fp32 logits", fp32_logits=True),
+        matmuls("three matmuls, 4096 rows", "lxw", SMALL_ROWS),
     ]

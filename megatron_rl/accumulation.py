@@ -516,5 +516,5 @@ class Assembler:
             why = "micro-batches hold few documents: raise --micro-batch-size"
         return (
             f"a step of docs_per_step={target} has {num_documents} documents after max_microbatches={bound} micro-batches a rank: "
-            f"{why}; or raise max_microbatches (train: --max-microbatches), or lower --docs-per-step"
+            f"{why}; or raise max_microbatches, or lower --docs-per-step"
         )

@@ -101,14 +101,6 @@ class GradientDivisor(StrEnum):
     NUM_SAMPLES = "num_samples"
 
 
-class Overlong(StrEnum):
-    """What happens to a response that --max-new-tokens cut."""
-
-    KEEP = "keep"
-    MASK = "mask"
-    PENALTY = "penalty"
-
-
 class AdvantageNormalization(StrEnum):
     STD = "std"
     NONE = "none"

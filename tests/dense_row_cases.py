@@ -14,15 +14,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.oracle import Scores, StepTerms
 from megatron_rl.testing.reference import (
+    CLIPS,
     DIVISOR,
-    losses_by_hand,
+    dense_samples,
     old_log_probs_off_the_edges,
     ragged_samples,
-    weights_by_hand,
+    settings_of,
     with_anchors,
 )
 
@@ -96,9 +99,22 @@ def truth(
     log_probs: Sequence[Tensor],
     factors: Sequence[Sequence[float]] | None = None,  # of each token: a correction
 ) -> tuple[float, list[Tensor]]:
-    leaves = [values.clone().requires_grad_() for values in log_probs]
-    sums = torch.stack(losses_by_hand(samples, leaves, case.loss, parameters_of(case), factors))
-    loss = torch.tensor(weights_of(case, samples), dtype=torch.float64) @ sums
+    leaves, (low, high) = [values.clone().requires_grad_() for values in log_probs], CLIPS[case.loss] or (None, None)
+    config = PolicyLossConfig(
+        policy_loss=case.loss,
+        loss_aggregation=case.aggregation,
+        loss_aggregation_divisor=DIVISOR if case.aggregation == "constant" else None,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        loss_parameters=parameters_of(case),
+    )
+    step = dense_samples(samples)
+    if case.has_rollouts:
+        step = [replace(one, rollout_id=rollout) for one, rollout in zip(step, rollouts_of(samples), strict=True)]
+    if factors is not None:
+        step = [replace(one, importance=[*of_one]) for one, of_one in zip(step, factors, strict=True)]
+    live = torch.cat([leaf[torch.tensor(sample.loss_mask, dtype=torch.bool)] for leaf, sample in zip(leaves, samples, strict=True)])
+    loss = StepTerms(step, Scores(live, torch.zeros_like(live), live), settings_of(config)).loss()
     loss.backward()
     return float(loss.detach()), gradients_of(leaves)
 
@@ -112,20 +128,6 @@ def rollouts_of(samples: Sequence[StepSample]) -> list[str]:
         number = sum(before >= end for end in accumulate(sizes * len(samples)))
         found.append(f"{sample.prompt_id}: {number}")
     return found
-
-
-def weights_of(case: RowCase, samples: Sequence[StepSample]) -> list[float]:
-    """By hand. R rollouts; M_j tokens of a rollout, k_j of its rows have one."""
-    if not case.has_rollouts or case.aggregation in ("prompt_mean", "token_mean"):
-        return weights_by_hand(samples, "sample_mean" if case.aggregation == "row_mean" else case.aggregation)
-    rollouts, tokens = rollouts_of(samples), [sum(sample.loss_mask) for sample in samples]
-    of_rollout = [[count for other, count in zip(rollouts, tokens, strict=True) if other == own] for own in rollouts]
-    divisors = {
-        "sample_mean": [sum(counts) for counts in of_rollout],
-        "row_mean": [own * sum(count > 0 for count in counts) for own, counts in zip(tokens, of_rollout, strict=True)],
-        "constant": [DIVISOR] * len(samples),
-    }[case.aggregation]
-    return [1 / (len(set(rollouts)) * divisor) if own else 0.0 for own, divisor in zip(tokens, divisors, strict=True)]
 
 
 def parameters_of(case: RowCase) -> dict[str, float]:

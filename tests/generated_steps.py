@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dense_oracle import USUAL_BOUNDS, DenseSample, DenseSettings, over_kept
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
+from megatron_rl.testing.oracle import USUAL_BOUNDS, DenseSample, DenseSettings, over_kept
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
 CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows

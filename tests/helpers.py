@@ -27,8 +27,8 @@ from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.registries.corrections import CORRECTIONS
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS
+from megatron_rl.testing import oracle
 from megatron_rl.testing import ranks as rank_pools
-from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 from megatron_rl.testing.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,12 +199,15 @@ def loop_sample(
     high: float,
 ) -> list[tuple[Tensor, bool, Tensor]]:
     """(value, whether it is clipped, log-ratio) of each token."""
-    log_ratios = [new - float(old) for new, old in zip(log_probs, old_log_probs, strict=True)]
+    if not log_probs:
+        return []
     parameters = get_policy_loss(kind).resolve_parameters(PARAMETERS.get(kind, {}))
-    found = sample_by_hand(kind, log_ratios, [float(a) for a in advantages], log_probs, (low, high), parameters)
-    if REFERENCES[kind][0] == "sequence" and log_ratios:
-        log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
-    return [(*of_token, log_ratio) for of_token, log_ratio in zip(found, log_ratios, strict=True)]
+    settings, new = oracle.DenseSettings(loss=kind, low=low, high=high, parameters=parameters), torch.stack(log_probs).double()
+    log_ratio, given = new - new.new_tensor([float(old) for old in old_log_probs]), new.new_tensor([float(a) for a in advantages])
+    tokens = oracle.Tokens(log_ratio, new, given, torch.zeros_like(new), settings)
+    values, is_clipped = oracle.LOSSES[kind](tokens)
+    log_ratio = tokens.mean(log_ratio) if kind in oracle.ONE_RATIO_A_SAMPLE else log_ratio
+    return [*zip(values, is_clipped.tolist(), log_ratio, strict=True)]
 
 
 def loop_policy_loss(

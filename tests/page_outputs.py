@@ -229,7 +229,7 @@ def of_the_start_of_train(command: str) -> str:
 
     def on_rank(rank: int) -> str:
         os.environ.update(WORLD_SIZE="2", RANK=str(rank))
-        run = ["--num-rollouts", "1", "--output-dir", folder, "--no-plot", "--no-tensorboard"]
+        run = ["--num-rollouts", "1", "--output-dir", folder, "--no-tensorboard"]
         return said(main, ["train", "--preset", "demo", "--tensor-model-parallel-size", "2", *run])
 
     with tempfile.TemporaryDirectory() as folder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from megatron_rl.config import TRITON_OF_TORCH, Backend, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import training_hooks
 from megatron_rl.ops import backends
-from megatron_rl.testing.losses_by_hand import REFERENCES
+from megatron_rl.testing.oracle import LOSSES
 
 TRITON = PolicyLossConfig(policy_loss_backend="triton")
 NEEDS_CUDA = "backend='triton' needs CUDA and the logits are on cpu"
@@ -56,18 +57,10 @@ def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted,
     assert NEEDS_CUDA in str(error.value) and "--context-parallel-size 2" in str(error.value)
 
 
-def test_the_extra_for_tests_asks_for_an_interpreter_whose_loops_run():
-    """The interpreter of Triton 3.6 raises TypeError in loops with numpy 2.4."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (extras,) = (
-        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "EXTRAS"
-    )
-    (wanted,) = (Requirement(line) for line in extras["interpreter"])
-    assert wanted.name == "triton"
-    assert [wanted.specifier.contains(version) for version in ("3.6.0", "3.7.0")] == [False, True]
-    (wanted,) = (Requirement(line) for line in extras["triton"])
-    oldest = min(TRITON_OF_TORCH.values())
-    assert str(wanted.specifier) == f">={oldest}"
+def test_the_extra_asks_for_the_oldest_triton_that_compiles_the_kernels():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wanted,) = (Requirement(line) for line in project["optional-dependencies"]["triton"])
+    assert wanted.name == "triton" and str(wanted.specifier) == f">={min(TRITON_OF_TORCH.values())}"
 
 
 ON_CUDA = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0")
@@ -132,7 +125,7 @@ def test_what_a_fresh_process_has():
     """FB-80: Triton decides when a kernel is defined whether it interprets. The registries are full at the first look, whichever it
     is, and who does not compile does not import the compiler, which takes seconds."""
     looks = ["assert get_policy_loss('grpo').name == 'grpo'", "get_loss_aggregation('sample_mean')"]
-    looks += [f"assert policy_loss_names() == {tuple(sorted(REFERENCES))}"]
+    looks += [f"assert policy_loss_names() == {tuple(sorted(LOSSES))}"]
     codes = [*(HUB + look for look in looks), ONES_OWN_GRPO, GRADIENT]
     codes += [TRITON_ON_CPU] if backends.why_triton_is_missing() is None and not torch.cuda.is_available() else []
     run_in_children(*codes)

@@ -1,33 +1,38 @@
-"""Checkpoints: bitwise resume, other layouts, saves that are cut off, damaged and foreign files, and what is refused by name."""
+"""Checkpoints: each kind of run killed and resumed, saves that are cut off, damaged and foreign files, and what is refused."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
-import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import trainer_cases as cases
 from helpers import error_of, pool_of
+from safetensors.torch import save_file
+from test_files_fuzz import MODEL, SHAPES
+from test_train_docs_per_step import write_file
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankError
 from megatron_rl.train import checkpoints
-from megatron_rl.train.checkpoint_files import CHECKSUMS, checksums_of, write_checksums
-from megatron_rl.train.hf_checkpoint import read_hf_model
+from megatron_rl.train.checkpoints import CHECKSUMS
+from megatron_rl.train.hf_weights import read_hf_model
+from megatron_rl.train.writers import MetricsWriter
 
 pytestmark = pytest.mark.megatron
 
@@ -36,56 +41,122 @@ CONFIG = PolicyLossConfig(
     policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, clip_ratio_low=0.1, clip_ratio_high=0.1
 )
 OPTIONS = {"num_rollouts": 2, "save_interval": 1, "steps_per_rollout": 2}
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
 pool = pool_of(2)
 
 
-def run_on_rank(rank, output_dir, options, settings, resume=False):
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of run on two ranks; `other`: another layout of two ranks that goes on with it, with its settings of the trainer."""
+
+    layout: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    other: dict[str, int] | None = None
+    other_settings: dict[str, Any] = field(default_factory=dict)
+
+
+SHARDED = {"experts": EXPERTS, "use_distributed_optimizer": True}
+KINDS = {
+    # Another layout rounds its 16 bits in other places.
+    "dense, float32 weights beside the model's": Kind(layout={cases.TP: 2}, settings={"bf16": True, "sequence_parallel": True}),
+    "dense": Kind(layout={cases.TP: 2}, other={cases.PP: 2}),
+    "dense, distributed optimiser, a schedule": Kind(
+        settings={"use_distributed_optimizer": True, "lr_decay_style": "linear", "lr_decay_iters": 9}, other={cases.CP: 2}
+    ),
+    "experts, router replay": Kind(
+        layout={EP: 2},
+        settings=SHARDED,
+        options={"router_replay": "rollout"},
+        other={cases.TP: 2, EP: 2, ETP: 1},
+        other_settings={"sequence_parallel": True},
+    ),
+    "kept ids of top-p, recorded": Kind(options={"top_p": 0.8, "save_rollouts": "samples.jsonl"}, other={cases.TP: 2}),
+    "recorded rollouts": Kind(options={"rollouts": "rollouts.jsonl"}, other={cases.TP: 2}),
+    # Which documents share a step depends on the data-parallel ranks, and no other layout of two ranks has two.
+    "steps of documents": Kind(
+        config={"docs_per_step": 8}, options={"rollouts": "rollouts.jsonl", "num_rollouts": None, "micro_batch_size": 2}
+    ),
+    "a Hugging Face folder": Kind(
+        layout={cases.TP: 2}, settings={"hf_model": "model", "num_layers": 1, "hidden_size": 8, "vocab_size": 10}, other={}
+    ),
+}
+
+
+def kind_on_rank(rank, folder, output_dir, kind, layout_settings, resume, row_of_kill):
+    """A run of this kind. With row_of_kill rank 0 is killed when it has written that row."""
+    settings = {**kind.settings, **layout_settings}
+    if "hf_model" in settings:
+        settings["hf_model"] = read_hf_model(folder / settings["hf_model"])
+    options = dict(kind.options)
+    for name, place in (("rollouts", folder), ("save_rollouts", output_dir)):
+        if name in options:
+            options[name] = str(place / options[name])
+    write = MetricsWriter.write
+
+    def write_and_stop(self, step, metrics):
+        write(self, step, metrics)
+        if step == row_of_kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(MetricsWriter, "write", write_and_stop):
+        return run_on_rank(rank, output_dir, {**OPTIONS, **options}, settings, resume, replace(CONFIG, **kind.config))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Path:
+    """A file of four rollouts of twelve samples, and a model of a layer with a vocabulary of 10."""
+    folder = tmp_path_factory.mktemp("given")
+    write_file(folder / "rollouts.jsonl", [[[3, 4, 2, 4], [1, 4, 4, 2], [4, 4, 3, 1]]] * 4)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(shape, generator=generator) / 4 for name, shape in SHAPES.items()}
+    save_file(weights, folder / "model" / "model.safetensors")
+    return folder
+
+
+def samples_of(file: Path) -> list[dict]:
+    return [json.loads(line)["samples"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_killed_run_goes_on_as_if_nothing_had_been(pool, tmp_path, given, name):
+    """FB-90: a SIGKILL one row after a saved step. Catches Adam's moments or steps that start anew, prompts or noise that repeat,
+    rows or samples of a lost rollout that stay; on the other layout shards in another order, moments of other parameters, padded
+    vocabulary that is taken for a token."""
+    kind = KINDS[name]
+
+    def run(output, layout, layout_settings=(), *, resume=False, row_of_kill=None):
+        beside = (kind, dict(layout_settings), resume, row_of_kill)
+        return pool.run(kind_on_rank, given, tmp_path / output, *beside, world_size=2, **layout)
+
+    whole = run("whole", kind.layout)
+    with pytest.raises(RankError, match="SIGKILL"):
+        run("killed", kind.layout, row_of_kill=3)
+    assert len(cases.metrics_of(tmp_path / "killed")) == 3
+    assert checkpoints.latest_checkpoint(tmp_path / "killed" / "checkpoints").name == "step_00000002"
+    shutil.copytree(tmp_path / "killed", tmp_path / "other")
+    resumed = run("killed", kind.layout, resume=True)
+    rows = cases.metrics_of(tmp_path / "whole")
+    assert len(rows) > 3 and cases.metrics_of(tmp_path / "killed") == rows
+    for (outcome, weights), (expected, truth) in zip(resumed, whole, strict=True):
+        assert outcome.progress == expected.progress
+        assert all(torch.equal(value, weights[name][2]) for name, (_, _, value) in truth.items())
+    assert samples_of(tmp_path / "killed" / "samples.jsonl") == samples_of(tmp_path / "whole" / "samples.jsonl")
+    if kind.other is not None:
+        run("other", kind.other, kind.other_settings, resume=True)
+        # 1e-5 relative or 1e-6 absolute: float32 in other orders through the steps of Adam stays ten times below that.
+        assert cases.unlike_metrics(cases.metrics_of(tmp_path / "other"), rows) == []
+
+
+def run_on_rank(rank, output_dir, options, settings, resume=False, config=CONFIG):
     base = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
     if base is not None:  # Megatron-Core up to 0.16 counts the saves of a process, and ranks of a pool have saved unlike numbers
         base.async_calls = type(base.async_calls)()
-    return cases.run_loop(output_dir, CONFIG, options, settings=settings, resume=resume)
-
-
-SAME_LAYOUT = [
-    pytest.param({cases.TP: 2}, {"bf16": True, "sequence_parallel": True}, id="TP2+SP in bf16: float32 weights beside the model's"),
-    pytest.param({}, {"use_distributed_optimizer": True}, id="DP2, distributed optimiser"),
-]
-
-
-@pytest.mark.parametrize(("layout", "settings"), SAME_LAYOUT)
-def test_a_run_resumed_on_its_layout_is_bitwise_the_uninterrupted_one(pool, tmp_path, layout, settings):
-    """FB-90: catches Adam's moments or steps that start anew, prompts or noise that repeat, rows of a lost rollout that stay."""
-    run = partial(pool.run, run_on_rank, world_size=2, **layout)
-    complete = run(tmp_path / "complete", OPTIONS, settings)
-    saves = Path(shutil.copytree(tmp_path / "complete", tmp_path / "resumed")) / "checkpoints"
-    (saves / "latest").write_text("step_00000002\n")
-    shutil.rmtree(saves / "step_00000004")
-    resumed = run(tmp_path / "resumed", OPTIONS, settings, True)
-    rows = cases.metrics_of(tmp_path / "complete")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and cases.metrics_of(tmp_path / "resumed") == rows
-    for (outcome, weights), (expected, truth) in zip(resumed, complete, strict=True):
-        assert outcome.progress == expected.progress
-        assert outcome.progress.samples_seen == 2 * 16 and outcome.progress.num_rollouts == 2
-        assert all(torch.equal(value, weights[name][2]) for name, (_, _, value) in truth.items())
-
-
-CHAINS = [
-    pytest.param([(2, {cases.TP: 2}), (1, {}), (2, {cases.PP: 2})], {}, id="TP2 to one rank to PP2"),
-    pytest.param([(2, {}), (1, {}), (2, {cases.CP: 2})], {"use_distributed_optimizer": True}, id="distributed, DP2 to 1 to CP2"),
-]
-
-
-@pytest.mark.parametrize(("chain", "settings"), CHAINS)
-def test_a_run_goes_on_on_other_layouts_with_the_same_numbers(pool, tmp_path, chain, settings):
-    """A rollout on each layout in turn, against three on one rank. Catches shards in another order, moments of other parameters,
-    padded vocabulary that is taken for a token, counters that a layout changes. FB-90, under the pool's timeout."""
-    pool.run(run_on_rank, tmp_path / "one", {**OPTIONS, "num_rollouts": 3}, settings, world_size=1)
-    for leg, (world_size, layout) in enumerate(chain):
-        options = {**OPTIONS, "num_rollouts": leg + 1}
-        answers = pool.run(run_on_rank, tmp_path / "chain", options, settings, leg > 0, world_size=world_size, **layout)
-    # 1e-5 relative or 1e-6 absolute: float32 in other orders through the steps of Adam stays ten times below that.
-    assert cases.unlike_metrics(cases.metrics_of(tmp_path / "chain"), cases.metrics_of(tmp_path / "one")) == []
-    assert answers[0][0].progress.num_steps == 6 and answers[0][0].progress.samples_seen == 3 * 16
+    return cases.run_loop(output_dir, config, options, settings=settings, resume=resume)
 
 
 def save_on_rank(rank, directory, num_saves=2):
@@ -128,32 +199,6 @@ def copy_of(saved, folder) -> Path:
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
     return copy_of(saved, tmp_path)
-
-
-def draws_on_rank(rank, directory):
-    """Random numbers of each generator after a save, and again after loading it."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    def draws():
-        with get_cuda_rng_tracker().fork():
-            of_megatron = torch.rand(3).tolist()
-        return torch.rand(3).tolist(), random.random(), of_megatron
-
-    torch.manual_seed(100 + rank)
-    random.seed(200 + rank)
-    trainer = cases.tiny_trainer()
-    trainer.step([cases.ragged_step()])
-    checkpoint = trainer.save(directory, 1, {})
-    first, second = draws(), draws()
-    trainer.load(checkpoint)
-    return first, second, draws()
-
-
-def test_each_rank_s_random_states_come_back(pool, tmp_path):
-    """Dropout of a resumed run would differ, or be the same on all ranks: torch's, python's and Megatron's generators."""
-    answers = pool.run(draws_on_rank, tmp_path, world_size=2, **{cases.TP: 2})
-    assert all(again == first and first != second for first, second, again in answers)
-    assert answers[0][0] != answers[1][0]
 
 
 OTHER_MODELS = [
@@ -264,18 +309,17 @@ def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, 
 @pytest.mark.parametrize(
     ("absent", "message"),
     [
-        (["psutil"], r"needs psutil \(megatron-core does not declare it, .*: pip install psutil; the extra megatron_rl\[megatron,"),
-        (["megatron", "psutil"], "needs megatron-core and psutil .*: pip install megatron-core psutil; the extra"),
+        (["psutil"], r"needs psutil, .*: pip install psutil; the extra megatron_rl\[megatron,"),
+        (["megatron", "psutil"], "needs megatron-core and psutil, .*: pip install megatron-core psutil; the extra"),
     ],
     ids=str,
 )
-def test_without_psutil_or_megatron_core_nothing_is_started(monkeypatch, tmp_path, absent, message):
+def test_without_psutil_or_megatron_core_nothing_is_started(monkeypatch, absent, message):
     """Megatron's writers die without psutil and the save waits for them for ever, without a word."""
     find_spec = checkpoints.find_spec
     monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name in absent else find_spec(name))
     with pytest.raises(ConfigError, match=message):
-        checkpoints.save_checkpoint(tmp_path / "checkpoints", 1, None, None, {}, description={})
-    assert list(tmp_path.iterdir()) == []
+        checkpoints.check_can_save()
 
 
 class Command:
@@ -289,7 +333,7 @@ class Command:
 
 
 def with_right_checksums(checkpoint: Path) -> Path:
-    write_checksums(checkpoint, checksums_of(checkpoint, {path.name for path in checkpoint.iterdir()} - {CHECKSUMS}))
+    subprocess.run(["bash", "-c", f"sha256sum .metadata [!S]* > {CHECKSUMS}"], cwd=checkpoint, check=True)
     return checkpoint
 
 
@@ -299,96 +343,54 @@ def archived(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def metadata_of(checkpoint: Path):
-    return pickle.loads((checkpoint / ".metadata").read_bytes())
+def replace_metadata(checkpoint: Path, command: Command) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(command))
 
 
-def write_metadata(checkpoint: Path, metadata: object) -> None:
+def hide_in_metadata(checkpoint: Path, command: Command) -> None:
+    """All that a reader looks for is there; the command is one more field."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    metadata.planner_data = {"more": command}
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def hide_in_metadata(checkpoint: Path, command: Command) -> str:
-    """All that a reader looks for is there; the command is one more field."""
-    metadata = metadata_of(checkpoint)
-    metadata.planner_data = {"more": command}
-    write_metadata(checkpoint, metadata)
-    return ".metadata: it asks for posix.mkdir"
+def replace_common_values(checkpoint: Path, command: Command) -> None:
+    (checkpoint / "common.pt").write_bytes(archived({"counters": command}))
 
 
-def replace_an_object(checkpoint: Path, command: Command, kind: str = "BytesStorageMetadata") -> str:
-    """The payload behind the end of a file, and .metadata that says that it is the entry. Random states are objects between the
-    tensors: torch reads those without weights_only."""
-    info = append_piece(checkpoint, archived(command), kind)
-    return f"{info.relative_path}: it asks for posix.mkdir"
-
-
-def append_piece(checkpoint: Path, payload: bytes, kind: str):
-    metadata = metadata_of(checkpoint)
-    index = next(index for index in metadata.storage_data if type(metadata.state_dict_metadata[index.fqn]).__name__ == kind)
-    info = metadata.storage_data[index]
+def replace_an_object(checkpoint: Path, command: Command) -> None:
+    """The payload behind the end of a file, and .metadata that says that it is the entry. A module's extra state is an object
+    between the tensors: torch reads it without weights_only."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    kinds = {name: type(kind).__name__ for name, kind in metadata.state_dict_metadata.items()}
+    info = next(info for index, info in metadata.storage_data.items() if kinds[index.fqn] == "BytesStorageMetadata")
     with (checkpoint / info.relative_path).open("ab") as file:
-        info.offset, info.length = file.tell(), len(payload)
-        file.write(payload)
-    write_metadata(checkpoint, metadata)
-    return info
+        info.offset, info.length = file.tell(), len(archived(command))
+        file.write(archived(command))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def replace_a_tensor(checkpoint: Path, command: Command) -> str:
-    replace_an_object(checkpoint, command, "TensorStorageMetadata")
-    return ": UnpicklingError: Weights only load failed"
-
-
-def replace_a_tensor_by_a_program(checkpoint: Path, command: Command) -> str:
-    """TorchScript: a torch.load without weights_only, and older ones with it, would run it."""
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(torch.nn.Identity()), buffer)
-    append_piece(checkpoint, buffer.getvalue(), "TensorStorageMetadata")
-    return ": RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives"
-
-
-def read_another_folder(checkpoint: Path, command: Command) -> str:
-    metadata = metadata_of(checkpoint)
-    next(iter(metadata.storage_data.values())).relative_path = "../../\x1b[2Jfile"
-    write_metadata(checkpoint, metadata)
-    return ".metadata cannot be read (ValueError: it names the file '../../\\x1b[2Jfile', which SHA256SUMS does not list"
-
-
-def replace_file(checkpoint: Path, command: Command, name: str, content, says: str) -> str:
-    (checkpoint / name).write_bytes(content(command))
-    return f"{name}{says}"
-
-
-# Asks for nothing but a class of torch's, and gives it an attribute.
-OF_A_CLASS = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x06\x00\x00\x00markerK\x01stb."
-OTHER_FORMAT = b'{"sharded_backend": "zarr", "common_backend": "torch"}'
-REPLACED = {
-    "metadata": (".metadata", pickle.dumps, ": it asks for posix.mkdir"),
-    "a class in metadata": (".metadata", lambda command: OF_A_CLASS, ": it sets attributes of"),
-    "common": ("common.pt", lambda command: archived({"counters": command}), ": it asks for posix.mkdir"),
-    "plain common": ("common.pt", pickle.dumps, " cannot be read (UnpicklingError: "),
-    "format": ("metadata.json", lambda _: OTHER_FORMAT, " cannot be read (ValueError: its backends are 'zarr' and 'torch'"),
-}
-ATTACKS = {name: partial(replace_file, name=file, content=content, says=says) for name, (file, content, says) in REPLACED.items()}
-OF_PIECES = (replace_an_object, replace_a_tensor, replace_a_tensor_by_a_program)
-ATTACKS |= {attack.__name__: attack for attack in (hide_in_metadata, read_another_folder, *OF_PIECES)}
+ATTACKS = (replace_metadata, hide_in_metadata, replace_common_values, replace_an_object)
 
 
 def test_a_stranger_s_checkpoint_runs_nothing(pool, saved, tmp_path):
-    """With right checksums, which whoever makes the files makes too. The message names the file and what it asked for."""
-    copies = {name: copy_of(saved, tmp_path / name) for name in ATTACKS}
-    says = {name: ATTACKS[name](copy, Command(copy.parent / "made")) for name, copy in copies.items()}
-    found = loading_each(pool, [with_right_checksums(copy) for copy in copies.values()], world_size=2)
-    assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "marker")
-    for (name, copy), answers in zip(copies.items(), found, strict=True):
-        assert not (copy.parent / "made").exists(), f"{name}: the checkpoint's own code ran"
-        # Megatron-Core 0.18 and later: a rank that reads none of the tensor does not hear of it.
+    """With right checksums, which whoever makes the files makes too."""
+    copies = [copy_of(saved, tmp_path / attack.__name__) for attack in ATTACKS]
+    for attack, copy in zip(ATTACKS, copies, strict=True):
+        attack(copy, Command(copy.parent / "made"))
+    found = loading_each(pool, [with_right_checksums(copy) for copy in copies], world_size=2)
+    for attack, copy, answers in zip(ATTACKS, copies, found, strict=True):
+        assert not (copy.parent / "made").exists(), f"{attack}: the checkpoint's own code ran"
+        # Megatron-Core 0.18 and later: a rank that does not read the object does not hear of it.
         refused = [message for message in answers if message]
-        assert len(refused) == 2 or (refused and name.startswith("replace_a_tensor")), name
-        assert all(message.startswith("ConfigError: ") and says[name] in message for message in refused), refused
+        assert len(refused) == 2 or (refused and attack is replace_an_object), attack
+        assert all("it holds more than plain data, and none of it was run" in message for message in refused), refused
 
 
 def test_one_flipped_bit_is_found_in_any_file(pool, saved, tmp_path):
-    """In the middle of a tensor nothing else would notice it: the run would go on with other weights."""
+    """In the middle of a tensor nothing else would notice it: the run would go on with other weights. sha256sum reads the sums."""
+    checked = subprocess.run(["sha256sum", "--strict", "-c", CHECKSUMS], cwd=saved / "step_00000001", capture_output=True)
+    assert checked.returncode == 0
     names = os.listdir(saved / "step_00000001")
     assert {".metadata", "__0_0.distcp", "__1_0.distcp", CHECKSUMS} <= set(names)
     rows, copies = [(name, place) for name in names for place in (0, 1, 2)], []
@@ -401,17 +403,6 @@ def test_one_flipped_bit_is_found_in_any_file(pool, saved, tmp_path):
         for message in messages:
             assert message.startswith("ConfigError: ") and "files are missing or damaged: " in message, message
             assert name in message or name == CHECKSUMS, message
-
-
-def test_a_checkpoint_without_checksums_can_be_taken_as_it_is(pool, copy):
-    """The message's own line, typed in a shell, makes one of an earlier version load; sha256sum reads the checksums."""
-    assert subprocess.run(["sha256sum", "--strict", "-c", CHECKSUMS], cwd=copy, capture_output=True).returncode == 0
-    (copy / CHECKSUMS).unlink()
-    [message] = loading(pool, copy)
-    line = message.partition("`")[2].partition("`")[0]
-    assert line.startswith("cd ") and "SHA256SUMS is missing" in message
-    subprocess.run(["bash", "-c", line], check=True)
-    assert loading(pool, copy) == [""]
 
 
 def failing_load_on_rank(rank, checkpoint):
@@ -436,9 +427,8 @@ NO_NAMES = [b"", b".", b"..", b"../..", b"/etc", b"step_00000001\nstep_00000002"
 @pytest.mark.parametrize("content", [*NO_NAMES, b"a" * 5000], ids=lambda content: ascii(content[:20]))
 def test_latest_never_leaves_its_folder(tmp_path, content):
     """A damaged or forged pointer is refused by name; what it holds reaches the terminal as escapes alone."""
-    (tmp_path / "step_00000001").mkdir()
     (tmp_path / "latest").write_bytes(content)
-    with pytest.raises(ConfigError, match="latest holds '.*': it must name a checkpoint beside it, .*step_00000001$") as raised:
+    with pytest.raises(ConfigError, match="latest holds '.*': it must name a checkpoint beside it") as raised:
         checkpoints.latest_checkpoint(tmp_path)
     assert str(raised.value).isprintable() and len(str(raised.value)) < 500
 
@@ -452,44 +442,6 @@ def test_no_checkpoint_and_a_pointer_to_nothing_are_told_apart(tmp_path):
         ConfigError, match=r"latest names step_00000007, which is not .*: it was removed,? or the copy is incomplete"
     ):
         checkpoints.latest_checkpoint(tmp_path)
-
-
-HUGGING_FACE = "it is a Hugging Face folder: type --hf-checkpoint"
-OF_A_RUN = "it is a run of `megatron-rl train`: type --load"
-MEGATRON_LM = "it is a checkpoint of Megatron-LM: write it as a Hugging Face folder"
-
-
-@pytest.mark.parametrize(
-    ("file", "folder", "expected"),
-    [
-        pytest.param("hf/config.json", "hf", HUGGING_FACE, id="Hugging Face"),
-        pytest.param("lora/adapter_config.json", "lora", "it is a LoRA adapter: merge it", id="adapter"),
-        pytest.param("run/checkpoints/latest", "run", f"{OF_A_RUN} .*/run, with", id="a run"),
-        pytest.param("run/latest", "run", f"{OF_A_RUN} .*/run, with", id="the checkpoints of a run"),
-        pytest.param(
-            "run/step_00000050/common.pt", "run/step_00000050", "it is one checkpoint of a run .* --load .*/run, where", id="step"
-        ),
-        pytest.param("lm/latest_checkpointed_iteration.txt", "lm", MEGATRON_LM, id="Megatron-LM"),
-        pytest.param("lm/iter_0000010/mp_rank_00/x.pt", "lm/iter_0000010", MEGATRON_LM, id="an iteration of Megatron-LM"),
-    ],
-)
-def test_a_folder_for_another_flag_is_told_with_what_to_type(tmp_path, file, folder, expected):
-    """Weights of another format, given to --load or to --hf-checkpoint."""
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).touch()
-    if "config.json" not in file or "adapter" in file:
-        with pytest.raises(ConfigError, match=f"^--hf-checkpoint {tmp_path / folder} is no Hugging Face folder: {expected}"):
-            read_hf_model(tmp_path / folder)
-    if not file.endswith("latest"):
-        with pytest.raises(ConfigError, match=f"^no checkpoint in {tmp_path / folder}: {expected}"):
-            checkpoints.latest_checkpoint(tmp_path / folder)
-
-
-def test_a_name_of_the_hub_is_told_how_to_fetch_it():
-    with pytest.raises(ConfigError, match="there is no such folder: .* `hf download Qwen/Qwen3 --local-dir models/Qwen3`$"):
-        read_hf_model("Qwen/Qwen3")
-    with pytest.raises(ConfigError, match="^--hf-checkpoint models/of/mine: there is no such folder$"):
-        read_hf_model("models/of/mine")
 
 
 def test_a_checkpoint_of_another_program_is_told_from_ours(pool, copy):

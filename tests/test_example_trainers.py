@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from dense_row_cases import RowCase, gradients_of, padded, samples_of
+from dense_row_cases import RowCase, gradients_of, padded, samples_of, truth
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.testing.reference import losses_by_hand, weights_by_hand
 
 RANKS, MICRO_BATCHES, NUM_SAMPLES, GROUP = 2, 2, 12, 4  # the second of three prompts has samples on both ranks
 SHARE = NUM_SAMPLES // RANKS
@@ -68,8 +67,8 @@ def example(monkeypatch):
     return load
 
 
-def largest_error(run_on_rank, weights) -> float:
-    """run_on_rank(rank, leaves) runs a rank's backward; the gradients of the ranks are summed. weights: of the true step."""
+def largest_error(run_on_rank, aggregation, numbers=range(NUM_SAMPLES)) -> float:
+    """run_on_rank(rank, leaves) runs a rank's backward; the ranks' gradients are summed. numbers: of the samples that count."""
 
     def gradient_on_rank(rank):
         leaves = [values.float().requires_grad_() for values in LOG_PROBS]
@@ -78,11 +77,13 @@ def largest_error(run_on_rank, weights) -> float:
         dist.all_reduce(whole)
         return whole
 
-    leaves = [values.clone().requires_grad_() for values in LOG_PROBS]
-    (torch.tensor(weights, dtype=torch.float64) @ torch.stack(losses_by_hand(SAMPLES, leaves, "gspo", {}))).backward()
-    truth = torch.cat(gradients_of(leaves))
+    case, gradients = RowCase(loss="gspo", aggregation=aggregation), [torch.zeros_like(values) for values in LOG_PROBS]
+    _, of_numbers = truth(case, [SAMPLES[number] for number in numbers], [LOG_PROBS[number] for number in numbers])
+    for number, gradient in zip(numbers, of_numbers, strict=True):
+        gradients[number] = gradient
+    whole = torch.cat(gradients)
     found = run_ranks(gradient_on_rank, RANKS, use_megatron=False)
-    return max(float((one - truth).abs().max() / truth.abs().max()) for one in found)
+    return max(float((one - whole).abs().max() / whole.abs().max()) for one in found)
 
 
 def test_the_gradient_in_trl_is_that_of_the_whole_step(example):
@@ -97,7 +98,7 @@ def test_the_gradient_in_trl_is_that_of_the_whole_step(example):
         for inputs in trainer.micro_batches():
             (trainer._compute_loss(None, inputs) / RANKS).backward()  # DDP's mean
 
-    assert largest_error(run_on_rank, weights_by_hand(SAMPLES, module.AGGREGATION)) < TOLERANCE
+    assert largest_error(run_on_rank, module.AGGREGATION) < TOLERANCE
 
 
 def test_settings_of_trl_that_would_train_another_loss_are_refused(example):
@@ -116,7 +117,6 @@ def test_a_step_in_which_trl_masks_every_completion_has_weights_of_zero(example)
 def test_the_gradient_in_prime_rl_is_that_of_the_whole_step(example):
     module = example("prime_rl_loss")
     kept = [index for index, sample in enumerate(SAMPLES) if any(sample.loss_mask)]  # others are as its padding
-    of_kept = dict(zip(kept, weights_by_hand([SAMPLES[index] for index in kept], module.AGGREGATION), strict=True))
     num_tokens = sum(sum(sample.loss_mask) for sample in SAMPLES)
 
     def inputs_of(number, leaves):
@@ -137,7 +137,7 @@ def test_the_gradient_in_prime_rl_is_that_of_the_whole_step(example):
             (sum(module.loss(one).loss for one in batch) / num_tokens).backward()  # prime-rl takes FSDP's mean back
 
     assert len(kept) < NUM_SAMPLES
-    assert largest_error(run_on_rank, [of_kept.get(index, 0.0) for index in range(NUM_SAMPLES)]) < TOLERANCE
+    assert largest_error(run_on_rank, module.AGGREGATION, kept) < TOLERANCE
 
 
 def test_a_step_without_a_token_of_prime_rls_rl_loss_adds_nothing(example):

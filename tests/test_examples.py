@@ -150,3 +150,21 @@ def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch, is_correcti
     assert (sample.tokens, sample.loss_mask, sample.prompt_id, sample.old_log_probs) == ([7, 8, 9], [0.0, 1.0], "a", [-1.0, -2.0])
     assert sample.rollout_log_probs == ([-2.0, -3.0] if is_correction else None)
     assert counted == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["examples/own_loop.py"], id="an example"),
+        pytest.param(["-c", "from megatron_rl.testing import ranks; ranks.run_ranks(print, 1)"], id="ranks"),
+    ],
+)
+def test_warnings_that_are_not_about_the_run_are_silent(words):
+    """As in train: Megatron-Core says at its import what it does without, seven times."""
+    root = EXAMPLES.parent
+    finished = subprocess.run(
+        [sys.executable, *words], cwd=root, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")

@@ -89,7 +89,7 @@ def test_a_bad_line_is_named(lines, says):
 
 
 def test_a_missing_file_is_named_with_its_flag():
-    assert "--rollouts none.jsonl: there is no such rollout file" in explain("--rollouts", "none.jsonl")[2]
+    assert "--rollouts none.jsonl cannot be read: No such file" in explain("--rollouts", "none.jsonl")[2]
 
 
 # What a file must not do to the terminal, to this process, to its memory

@@ -6,10 +6,8 @@ The suite reads some of each kind. `FUZZ_CASES=10000 pytest tests/test_files_fuz
 from __future__ import annotations
 
 import copy
-import io
 import json
 import os
-import pickle
 import random
 import resource
 import signal
@@ -24,9 +22,8 @@ from forked import forked
 from safetensors.torch import save
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.train import checkpoint_files
-from megatron_rl.train.hf_checkpoint import read_hf_model
-from megatron_rl.train.hf_tokenizer import _end_tokens
+from megatron_rl.train.hf_tokenizer import end_tokens_of
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.user_tasks import _read_records
 
@@ -38,7 +35,6 @@ MEMORY, SECONDS = 2**30, 120
 TOKENS = (
     *(b"0", b"-1", b"1e999", b"NaN", b"null", b"[]", b"{}", b"9" * 5000, b"9223372036854775808", b"[" * 100, b"{" * 100),
     *(b"\\ud800", b"\xff\xfe", b"\x00", b"\x1b[2J", b"*a", b"&a ", b"!!int ", b"<<: ", b"/dev/zero", b'"', b"\n"),
-    *(b"\xff\xff\xff\xff", b"\x00\x00\x00\x80", b"R", b"b", b"0"),  # of zip and of pickle, in a checkpoint
 )
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, 1, -1, 10**7, 2**31, 10**30, 0.5, 1e-320, float("nan"), float("inf"), "", "\x1b[2J\n", "\ud800"),
@@ -86,43 +82,6 @@ def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places_of(inner)
 
 
-def saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def files_of_checkpoint() -> dict[str, tuple[bytes, Change]]:
-    from torch.distributed.checkpoint import metadata as of_torch
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    tensor, thing = saved(torch.arange(6.0)), saved({"a": [1, 2]})
-    chunk = of_torch.ChunkStorageMetadata(torch.Size([0]), torch.Size([6]))
-    kinds = {
-        "w": of_torch.TensorStorageMetadata(of_torch.TensorProperties(torch.float32), torch.Size([6]), [chunk]),
-        "o": of_torch.BytesStorageMetadata(),
-    }
-    places = {
-        of_torch.MetadataIndex("w", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, len(tensor)),
-        of_torch.MetadataIndex("o"): _StorageInfo("__0_0.distcp", len(tensor), len(thing)),
-    }
-    return {
-        ".metadata": (pickle.dumps(of_torch.Metadata(kinds, storage_data=places)), with_bytes_changed),
-        "__0_0.distcp": (tensor + thing, with_bytes_changed),
-        "common.pt": (saved({"counters": {"step": 1}}), with_bytes_changed),
-        "metadata.json": (b'{"sharded_backend": "torch_dist", "common_backend": "torch"}', of_json),
-    }
-
-
-def read_checkpoint() -> None:
-    """With right checksums, which whoever changes the files makes too."""
-    files = [path.name for path in Path().iterdir()]
-    checkpoint_files.write_checksums(Path(), checkpoint_files.checksums_of(Path(), files))
-    found = checkpoint_files.find_problems(Path())
-    if any(found):
-        raise RunError(f"{found}")
-
-
 MODEL = {
     **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     **{"tie_word_embeddings": False, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4},
@@ -151,17 +110,16 @@ FOLDER: dict[str, tuple[bytes, Change]] = {
 
 
 def read_model() -> None:
-    _end_tokens(Path(), 0)
+    end_tokens_of(Path(), 0)
     read_hf_model("")
 
 
 ROW = {"prompt_id": "a", "tokens": [1, 2, 3], "response_length": 2, "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7}
 ROW |= {"old_log_probs": [-1.0, -2.0], "routes": [[[0, 1], [1, 0]]]}
-ROLLOUT = {"vocab_size": 9, "num_parts": 1, "digest": 5, "samples": [ROW | {"index": 0}, ROW | {"index": 1}], "rollout_index": 0}
+ROLLOUT = {"vocab_size": 9, "run_id": "a", "samples": [ROW | {"index": 0}, ROW | {"index": 1}], "rollout_index": 0}
 PROMPT = {"prompt": [{"role": "user", "content": "1+2="}], "answer": 3, "prompt_id": "a"}
 # What is written into an empty folder, one of them changed, and how it is read.
 KINDS: dict[str, tuple[Callable[[], dict[str, tuple[bytes, Change]]], Callable[[], object]]] = {
-    "checkpoint": (files_of_checkpoint, read_checkpoint),
     "model": (lambda: FOLDER, read_model),
     "rollouts": (
         lambda: {"r.jsonl": (json.dumps(ROLLOUT).encode() + b"\n", of_json)},
@@ -169,7 +127,7 @@ KINDS: dict[str, tuple[Callable[[], dict[str, tuple[bytes, Change]]], Callable[[
     ),
     "prompts": (
         lambda: {"p.jsonl": (json.dumps(PROMPT).encode() + b"\n", of_json)},
-        lambda: list(_read_records(Path("p.jsonl"), takes_messages=True)),
+        lambda: _read_records("p.jsonl"),
     ),
 }
 

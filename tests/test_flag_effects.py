@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from helpers import error_of, pool_of
+from launches import counted_launches
 from loss_backends import HAS_TRITON
 from test_forward_step import SeenShapes
 from test_fused_head import most_rows
@@ -24,7 +25,6 @@ from trainer_cases import (
     whole,
 )
 
-from benchmarks.launches import counted_launches
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
 

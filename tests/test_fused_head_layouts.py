@@ -14,9 +14,10 @@ from megatron_rl.testing.reference import (
     CLIPS,
     PARAMETERS,
     double_model,
-    model_log_probs,
+    model_logits,
     old_log_probs_off_the_edges,
     ragged_samples,
+    scores_of,
     with_anchors,
 )
 
@@ -37,7 +38,8 @@ pool = pool_of(4)
 
 def log_probs_on_rank(rank: int, samples: list[StepSample], tiny: TinyGPT) -> list[list[float]]:
     with torch.no_grad():
-        return [values.tolist() for values in model_log_probs(double_model(tiny, samples), samples, tiny)]
+        logits = model_logits(double_model(tiny, samples), samples, tiny)
+        return [of_one.log_probs.tolist() for of_one in scores_of(samples, logits)]
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
-import dense_oracle
 import pytest
 import torch
-from dense_oracle import DenseResult, dense_step
+from dense_results import DenseResult, dense_step
 from generated_steps import (
     CASES,
     CORRECTIONS,
@@ -52,6 +51,7 @@ from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.registries.corrections import correction_names
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.step_counts import StepTotals
+from megatron_rl.testing import oracle
 
 REGISTERED = [
     *(("LOSSES", name) for name in policy_loss_names()),
@@ -64,7 +64,7 @@ REGISTERED = [
 
 @pytest.mark.parametrize(("table", "name"), REGISTERED)
 def test_each_registered_name_has_a_formula_in_the_oracle(table, name):
-    assert name in vars(dense_oracle)[table], f"{name!r} has no formula: add it to {table} of tests/dense_oracle.py"
+    assert name in vars(oracle)[table], f"{name!r} has no formula: add it to {table} of megatron_rl/testing/oracle.py"
 
 
 @dataclass(frozen=True)

@@ -340,12 +340,3 @@ def test_every_number_of_the_noise_equals_the_reference(seed):
     expected = [[gumbel_reference(seed, 12, *place, column) for column in columns] for place in places]
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("name", ["samples", "positions", "columns"])
-def test_indices_of_another_type_are_refused(name):
-    """Catches int32 indices, on which the hash would wrap at 32 bits."""
-    tensors = {"samples": torch.arange(2), "positions": torch.arange(2), "columns": torch.arange(3)}
-    tensors[name] = tensors[name].int()
-    with pytest.raises(TypeError, match=rf"{name} must be one-dimensional int64"):
-        gumbel_noise(0, 0, **tensors)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_rl import policy_loss
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.testing import oracle
 
 # Three responses of 2, 1 and 3 tokens.
 LENGTHS = [2, 1, 3]
@@ -47,6 +48,30 @@ def coefficients(name: str, sign: float = 1.0, weights: Tensor | None = None, **
     )
     output.loss.backward()
     return (logits.grad[:, 0] / (1 - p)).tolist()
+
+
+def coefficients_of_the_oracle(name: str, sign: float, **options) -> list[float]:
+    """Likewise, of testing/oracle.py. A paper that it misreads would be misread wherever a loss is compared with it."""
+    loss, leaf = get_policy_loss(name), LOG_PROBS.clone().requires_grad_()
+    low, high = loss.clip_bounds(options.pop("clip_ratio_low", None), options.pop("clip_ratio_high", None)) or (math.nan, math.nan)
+    samples = [
+        oracle.DenseSample(
+            labels=[0] * len(own),
+            mask=[True] * len(own),
+            advantages=[sign * float(advantage)] * len(own),
+            old=own.tolist(),
+            rollout=own.tolist(),
+            ref=None,
+            importance=[1.0] * len(own),
+            prompt="",
+        )
+        for own, advantage in zip(OLD.split(LENGTHS), ADVANTAGES, strict=True)
+    ]
+    settings = oracle.DenseSettings(
+        loss=name, low=low, high=high, parameters=loss.resolve_parameters(options), aggregation=lambda counts: 1.0
+    )
+    oracle.StepTerms(samples, oracle.Scores(leaf, torch.zeros(6), leaf), settings).loss().backward()
+    return leaf.grad.tolist()
 
 
 # The geometric means of the ratios, 1 for a log-ratio of 0.
@@ -107,9 +132,10 @@ ROWS = [pytest.param(key, 1.0, *row, id=key) for key, row in BY_HAND.items()]
 ROWS += [pytest.param(key, -1.0, *row, id=f"{key}, negated") for key, row in NEGATED.items()]
 
 
+@pytest.mark.parametrize("of", [coefficients, coefficients_of_the_oracle], ids=["ours", "the oracle's"])
 @pytest.mark.parametrize(("key", "sign", "options", "expected"), ROWS)
-def test_the_coefficients_are_those_by_hand(key, sign, options, expected):
-    found = coefficients(key.partition(",")[0], sign, **options)
+def test_the_coefficients_are_those_by_hand(key, sign, options, expected, of):
+    found = of(key.partition(",")[0], sign, **options)
     assert found == pytest.approx([float(x) for x in expected], abs=6e-7 if key == "sapo" else 1e-12)
 
 

@@ -277,7 +277,7 @@ def test_what_a_registered_loss_returns_and_wrong_counts_are_counted_too():
 def test_the_training_command_learns_on_one_gpu(tmp_path):
     """NCCL, bfloat16 and the GPU's own attention: the demo's reward rises from chance."""
     command = [sys.executable, "-m", "megatron_rl", "train", "--preset", "demo", "--num-rollouts", "40", "--json"]
-    command += ["--output-dir", str(tmp_path / "run"), "--no-tensorboard", "--no-plot"]
+    command += ["--output-dir", str(tmp_path / "run"), "--no-tensorboard"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import CLIP, Batch
+from launches import counted_launches
 from linear_cases import HeadBatch, by_logits, on_device, run
 from torch import Tensor
 
-from benchmarks.launches import counted_launches
 from megatron_rl.layout import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.losses import linear_gspo_loss, linear_policy_loss

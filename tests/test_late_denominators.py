@@ -20,8 +20,18 @@ from megatron_rl.megatron.batch import StepContext, weigh_samples
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, steps_on_layout
-from megatron_rl.testing.reference import CLIPS, PARAMETERS, double_model, global_parameters, model_logits, ragged_samples
-from megatron_rl.testing.selftest_terms import SEQUENCE_DELTA, Tokens, loss_by_hand, step_of_term
+from megatron_rl.testing.oracle import Scores
+from megatron_rl.testing.reference import (
+    CLIPS,
+    PARAMETERS,
+    double_model,
+    global_parameters,
+    loss_by_hand,
+    model_logits,
+    ragged_samples,
+    scores_of,
+)
+from megatron_rl.testing.selftest import SEQUENCE_DELTA, step_of_term
 
 OPSM = {"off_policy_sequence_delta": SEQUENCE_DELTA}
 MASK = {"importance_correction": "mask", "importance_correction_low": 0.75, "importance_correction_high": 1.35}
@@ -100,25 +110,25 @@ def truths_on_rank(rank: int) -> list[Run]:
     samples = ragged_samples()
     model = double_model(ONE_LAYER, samples)
     leaves, runs = global_parameters(model), []
-    tokens = [Tokens.of(rows, sample, 1.0) for rows, sample in zip(model_logits(model, samples, ONE_LAYER), samples, strict=True)]
+    scores = scores_of(samples, model_logits(model, samples, ONE_LAYER))
     for loss in CLIPS:
         for aggregation, criterion in (("sample_mean", OPSM), ("token_mean", MASK), ("token_mean", OPSM), ("sample_mean", MASK)):
             if criterion is MASK and get_policy_loss(loss).anchor == "rollout":
                 continue
             config = config_of(loss, aggregation, **criterion)
-            step = by_hand = step_of_term(samples, tokens, loss, config)
+            step = by_hand = step_of_term(samples, scores, loss, config)
             if criterion is MASK:
-                by_hand = [on_policy(sample, *of_one) for of_one, sample in zip(enumerate(tokens), step, strict=True)]
+                by_hand = [on_policy(sample, *of_one) for of_one, sample in zip(enumerate(scores), step, strict=True)]
                 step = [replace(sample, old_log_probs=None) for sample in by_hand]
-            value = loss_by_hand(by_hand, tokens, config)
+            value = loss_by_hand(by_hand, scores, config)
             parts = torch.autograd.grad(value, [*leaves.values()], retain_graph=True, materialize_grads=True)
             runs.append((step, config, float(value.detach()), dict(zip(leaves, parts, strict=True))))
     return runs
 
 
-def on_policy(sample: StepSample, place: int, tokens: Tokens) -> StepSample:
+def on_policy(sample: StepSample, place: int, scores: Scores) -> StepSample:
     """The policy in training is the old one. The sampler's ratio is outside of the bounds at a third of the tokens."""
-    old = tokens.log_probs.tolist()
+    old = scores.log_probs.tolist()
     gaps = [0.5 if (place + t) % 3 == 0 else 0.1 * (-1) ** t for t in range(len(old))]
     return replace(sample, old_log_probs=old, rollout_log_probs=[one - gap for one, gap in zip(old, gaps, strict=True)])
 

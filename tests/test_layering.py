@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -44,13 +45,13 @@ RING_2 = {
     "commands": ("hosts", "testing", "train"),
     "benchmarks": ("hosts", "testing", "train"),
 }
-# The extras of setup.py that have what a room of the outer ring imports, besides what the package always needs.
+# The extras of pyproject.toml that have what a room of the outer ring imports, besides what the package always needs.
 EXTRAS_OF_ROOM = {
     "hosts": (),
     "testing": ("megatron", "testing"),
-    "train": ("megatron", "train", "hf"),
+    "train": ("megatron", "train"),
     "commands": ("megatron",),
-    "benchmarks": ("megatron", "triton", "bench"),
+    "benchmarks": ("megatron", "triton"),
 }
 # Packages of which no extra is to ask for -> why.
 WITHOUT_EXTRA = {
@@ -66,7 +67,6 @@ IMPORTED_ELSEWHERE = {
     "psutil": "Megatron's dist_checkpointing",
     "tensorboard": "torch.utils.tensorboard",
     "pytest": "pytest_megatron_rl.py, beside the package",
-    "liger-kernel": "benchmarks/peers.py, which tries each peer by its name",
 }
 MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
 # Files that import modules whose names are put together at run time -> why that is no circle. Elsewhere such a name is a whole one.
@@ -84,6 +84,8 @@ ROOMS_WITH_MEGATRON = ("megatron", "testing", "train")
 FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/hosts.py", "benchmarks/peers.py")
 # The command that runs what is in testing/: the others must not import it.
 RUNS_TESTING = "commands/selftest.py"
+# The references that others are compared with: what they share with the package, they cannot find wrong.
+FILES_OF_TORCH_ALONE = ("testing/oracle.py",)
 FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
@@ -182,6 +184,12 @@ def test_rooms_import_only_rooms_of_lower_floors(package_trees, benchmark_trees)
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.parametrize("path", FILES_OF_TORCH_ALONE)
+def test_a_reference_imports_torch_alone(path, package_trees):
+    packages = {name.split(".")[0] for _, name in imported_names(path, package_trees[path])}
+    assert packages - {*sys.stdlib_module_names} == {"torch"}
+
+
 def test_the_house_has_few_floors_and_each_room_is_there(package_trees, benchmark_trees):
     assert len(FLOORS) <= MOST_FLOORS
     rooms = [room for floor in FLOORS for room in floor]
@@ -189,16 +197,15 @@ def test_the_house_has_few_floors_and_each_room_is_there(package_trees, benchmar
     assert set(RING_2) < set(rooms) and set(DOORS.values()) <= set(RING_2)
 
 
-def extras_of_setup() -> dict[str, set[str]]:
-    """{extra: the names of its requirements} of setup.py."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (table,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXTRAS")
-    return {extra: {Requirement(line).name for line in lines} for extra, lines in ast.literal_eval(table).items()}
+def extras_of_project() -> dict[str, set[str]]:
+    """{extra: the names of its requirements} of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {extra: {Requirement(line).name for line in lines} for extra, lines in project["optional-dependencies"].items()}
 
 
 def test_the_extras_of_a_room_have_what_it_imports_and_nothing_else(package_trees, benchmark_trees):
     """Catches a package that a user must guess, and a requirement that stayed when its import went."""
-    extras = extras_of_setup()
+    extras = extras_of_project()
     known = {"megatron_rl", "benchmarks", "torch", "packaging", *sys.stdlib_module_names, *WITHOUT_EXTRA}
     for room, names_of_extras in EXTRAS_OF_ROOM.items():
         trees = {path: tree for path, tree in (package_trees | benchmark_trees).items() if room_of(path) == room}

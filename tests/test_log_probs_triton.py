@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 import torch
 from helpers import KERNEL_DEVICE
+from launches import counted_launches
 from test_log_probs import CASES, TOLERANCE, LargestNewTensor, coefficients, expected
 
-from benchmarks.launches import counted_launches
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CLIP, KERNEL_DEVICE, pool_of, random_batch, s_masks, without_needless_clip
+from launches import counted_launches, watched_launches
 from linear_cases import head_batch, run
 
 import megatron_rl
-from benchmarks.launches import counted_launches, watched_launches
 from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.losses import linear_grpo_loss, policy_loss

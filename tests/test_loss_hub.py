@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import dense_oracle
 import pytest
 import torch
 from helpers import (
@@ -43,7 +42,7 @@ from megatron_rl.loss_hub import (
 from megatron_rl.losses import policy_loss
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals, count_step
-from megatron_rl.testing.losses_by_hand import REFERENCES
+from megatron_rl.testing import oracle
 
 # The default clips of published numbers; another loss need not be here.
 CLIPS = {
@@ -90,9 +89,9 @@ def values(log_ratio, advantages):
 
 
 def test_the_registries_start_with_the_built_in_names():
-    assert loss_aggregation_names() == tuple(dense_oracle.AGGREGATIONS), "each has its formula there"
-    levels = {name: get_policy_loss(name).level for name in policy_loss_names()}
-    assert levels == {name: level for name, (level, _) in REFERENCES.items()}, "each has its reference in losses_by_hand.py"
+    assert loss_aggregation_names() == tuple(oracle.AGGREGATIONS), "each has its formula there"
+    assert {*policy_loss_names()} == oracle.LOSSES.keys(), "each has its formula there"
+    assert {name for name in oracle.LOSSES if get_policy_loss(name).level == "sequence"} == oracle.ONE_RATIO_A_SAMPLE
     assert {name: get_policy_loss(name).clip_ratios for name in CLIPS} == CLIPS
 
 
@@ -323,7 +322,7 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
         gradient[[t for i in samples for t in step.documents[i]]] = of_part
     torch.testing.assert_close(loss, whole.loss.detach(), **EXACT)
     torch.testing.assert_close(gradient, leaf.grad, **EXACT)
-    expected = by_loop(kind, step) if kind in REFERENCES else with_gradient(lambda x: loop_of_a_user(kind, step, x), step.logits)
+    expected = by_loop(kind, step) if kind in oracle.LOSSES else with_gradient(lambda x: loop_of_a_user(kind, step, x), step.logits)
     assert_same((whole, leaf.grad), expected)
 
 

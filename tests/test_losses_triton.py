@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 from helpers import KERNEL_DEVICE, PARAMETERS, clip_for, random_batch
+from launches import counted_launches
 from sass_gate import TorchOperations
 from torch import Tensor
 
-from benchmarks.launches import counted_launches
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
@@ -24,7 +24,6 @@ from megatron_rl.losses.settings import LossKeywords, resolve_settings, with_def
 pytest.importorskip("triton")
 import megatron_rl.losses.reduce_triton as reduce_triton
 from megatron_rl.losses.reduce_triton import document_sums_kernel, reduce_loss_triton
-from megatron_rl.testing.losses_by_hand import REFERENCES
 
 pytestmark = pytest.mark.kernel
 # Small, so that documents of a few tokens have several blocks; some of the ratios are clipped.
@@ -82,7 +81,7 @@ def make_tokens(kind: str, lengths=LENGTHS, *, tail: int = TAIL, fully_masked: i
         ref_log_probs=log_probs + 0.3 * other,
         entropy=torch.rand(size, generator=generator),
         importance_weights=0.5 + torch.rand(size, generator=generator),
-        token_advantages=torch.randn(size, generator=generator) if REFERENCES[kind][0] == "token" else spread,
+        token_advantages=torch.randn(size, generator=generator) if get_policy_loss(kind).level == "token" else spread,
         loss_mask=mask,
         advantages=advantages,
         token_weights=0.1 + torch.rand(documents, generator=generator),

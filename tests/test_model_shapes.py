@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -19,27 +19,31 @@ from test_expert_layouts import (
     _parameters,
     _without_gradient,
     errors_by_kind,
-    routes_of_reference,
     run_on_layout,
     worst_error,
 )
 from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 
 from megatron_rl.commands import selftest as command
-from megatron_rl.megatron.context_groups import own_group_problems_of
 from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.testing import selftest_steps, selftest_table
+from megatron_rl.testing import selftest
 from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.invariance import Layout, TinyGPT, merged
-from megatron_rl.testing.layout_step import LayoutModel, Routes, tiny_like
-from megatron_rl.testing.model_shapes import SHAPES, ModelShape, parameter_kind, shape_of
+from megatron_rl.testing.layout_step import LayoutModel, tiny_like
+from megatron_rl.testing.model_shapes import SHAPES, parameter_kind, shape_of
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.testing.reference import LossTruth, double_model, global_parameters, model_logits, mtp_loss_by_hand, ragged_samples
-from megatron_rl.testing.selftest import RowResult, Setting, result_of, run_selftest
-from megatron_rl.testing.selftest_losses import LossesAlone
-from megatron_rl.testing.selftest_steps import WholeSteps, mtp_problems, truths_of
-from megatron_rl.testing.selftest_table import Choice, Row, is_interpreted_too, table_of_shape, triton_here
-from megatron_rl.testing.selftest_terms import truth_of_terms
+from megatron_rl.testing.selftest import (
+    PROBES,
+    RowResult,
+    WholeSteps,
+    chosen,
+    result_of,
+    run_selftest,
+    table_of_shape,
+    truth_of_terms,
+    truths_of,
+)
 
 pytestmark = pytest.mark.megatron
 
@@ -50,9 +54,7 @@ OF_MTP = {f"MTP {kind}" for kind in OF_LAYER}
 # What a shape would silently lack if a kind were missing here.
 KINDS = {
     "qwen3-moe": OF_ALL | {"norm of queries and keys"},
-    "glm-4.5": OF_ALL | OF_MTP | {"norm of queries and keys", "attention bias", "MTP attention bias", "dense MLP", "shared expert"},
     "deepseek-v3": OF_ALL | OF_MTP | {"norm of queries and keys", "dense MLP", "shared expert"},
-    "kimi-k2": OF_ALL | {"norm of queries and keys", "dense MLP", "shared expert"},
     "gpt-oss": OF_ALL | {"attention bias", "router bias", "expert bias", "sink"},
 }
 FAST = Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2)
@@ -61,39 +63,20 @@ pool = pool_of(4)
 
 def model_of(name: str, layout: Layout) -> TinyGPT:
     """One model for all layouts of as many pipeline stages: its sizes fit the widest."""
-    return tiny_like(shape_here(name), replace(layout, tensor=2, expert=4, expert_tensor=1))
+    return tiny_like(SHAPES[name], replace(layout, tensor=2, expert=4, expert_tensor=1))
 
 
-def shape_here(name: str) -> ModelShape:
-    """Without multi-token prediction where the installed Megatron-Core is before 0.16."""
-    shape = SHAPES[name]
-    return replace(shape, has_mtp=False) if mtp_problems(shape) else shape
-
-
-def kinds_here(name: str) -> set[str]:
-    return {kind for kind in KINDS[name] if shape_here(name).has_mtp or not kind.startswith("MTP")}
-
-
-def truth_on_rank(rank: int, model: TinyGPT) -> tuple[LossTruth, Routes]:
+def truth_on_rank(rank: int, model: TinyGPT) -> LossTruth:
     samples = ragged_samples(num_samples=8)
     double = double_model(model, samples)
     rows, beside = [(LOSS, AGGREGATION, "")], mtp_loss_by_hand(double, samples, model)
     truths = truth_of_terms(samples, model_logits(double, samples, model), global_parameters(double), rows, beside)
-    return truths[LOSS, ""], routes_of_reference(model, samples)
+    return truths[LOSS, ""]
 
 
 @pytest.fixture(scope="module")
 def truth_of(pool):
     return functools.cache(lambda model: pool.run(truth_on_rank, model, world_size=1)[0])
-
-
-def installed_has(name: str) -> None:
-    """Megatron-Core 0.13 and 0.14 have not all options."""
-    from megatron.core.transformer import MLATransformerConfig
-
-    known = [field.name for field in fields(MLATransformerConfig)]
-    for problem in SHAPES[name].problems(tensor=1, expert_tensor=1, known=known, release="of this test"):
-        pytest.skip(problem)
 
 
 def kind_is_not_trained_by_a_rank(kind: str, model: LayoutModel) -> None:
@@ -116,17 +99,13 @@ PLANTED = {
     name: Planted(functools.partial(kind_is_not_trained_by_a_rank, kind), kind)
     for name, kind in {
         "qwen3-moe": "norm of queries and keys",
-        "glm-4.5": "attention bias",
         "deepseek-v3": "shared expert",
-        "kimi-k2": "dense MLP",
     }.items()
 } | {"gpt-oss": Planted(biases_of_experts_as_megatron_marks_them, "expert bias")}
 
 
-def check(answers: list, expected, routes: Routes) -> dict[str, float]:
+def check(answers: list, expected) -> dict[str, float]:
     result = merged(answers)
-    of_decoder = {key: experts for key, experts in result.routes.items() if key in routes}
-    assert of_decoder == routes, "other experts were chosen"
     errors = errors_by_kind(result.gradient, expected.gradient)
     assert max(errors.values()) < GRADIENT_TOLERANCE, errors
     assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale
@@ -136,13 +115,12 @@ def check(answers: list, expected, routes: Routes) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_kind_of_parameter_of_a_shape_is_exact_and_a_fault_in_one_is_seen_in_it_alone(pool, truth_of, name):
-    installed_has(name)
     model, planted = model_of(name, FAST), PLANTED[name]
-    truth, routes = truth_of(model)
+    truth = truth_of(model)
     right = Run(FAST, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
     ((found,), (faulty,)) = run_on_layout(pool, [right, right._replace(fault=planted.fault)])
     expected = truth.by_aggregation[AGGREGATION]
-    assert check(found, expected, routes).keys() == kinds_here(name)
+    assert check(found, expected).keys() == KINDS[name]
     of_others = {key: value for key, value in expected.gradient.items() if parameter_kind(key) != planted.kind}
     assert worst_error(faulty, expected.gradient) > 100 * GRADIENT_TOLERANCE
     for answer in faulty:
@@ -155,7 +133,9 @@ def rows_of_shapes() -> list:
     rows = []
     for turn, (row, fault) in enumerate(zip(LAYOUTS, FAULTS, strict=True)):
         (layout,) = row.values
-        names = [name for name, shape in SHAPES.items() if shape.takes_expert_tensor or layout.expert_tensor in (None, 1)]
+        names = [
+            name for name, shape in SHAPES.items() if "add_bias_linear" not in shape.options or layout.expert_tensor in (None, 1)
+        ]
         if os.environ.get("EVERY_COMBINATION") != "1":
             names = [names[(2 * turn + place) % len(names)] for place in range(2)]
         rows += [pytest.param(name, layout, fault, marks=pytest.mark.slow, id=f"{name}, {row.id}") for name in names]
@@ -164,13 +144,12 @@ def rows_of_shapes() -> list:
 
 @pytest.mark.parametrize(("name", "layout", "fault"), rows_of_shapes())
 def test_a_shape_has_the_one_process_float64_gradient_on_every_layout(pool, truth_of, name, layout, fault):
-    installed_has(name)
     model = model_of(name, layout)
-    truth, routes = truth_of(model)
+    truth = truth_of(model)
     right = Run(layout, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
     ((found,), (faulty,)) = run_on_layout(pool, [right, right._replace(fault=fault)])
     expected = truth.by_aggregation[AGGREGATION]
-    assert check(found, expected, routes).keys() == kinds_here(name)
+    assert check(found, expected).keys() == KINDS[name]
     assert worst_error(faulty, expected.gradient) > 100 * GRADIENT_TOLERANCE, fault
 
 
@@ -184,7 +163,6 @@ def saved_sinks_on_rank(rank: int) -> list[tuple]:
 
 def test_a_distributed_checkpoint_has_the_sinks_of_all_tensor_parallel_ranks(pool):
     """Megatron takes the state of a layer that says nothing for copies, and would save the heads of one rank."""
-    installed_has("gpt-oss")
     saved = pool.run(saved_sinks_on_rank, world_size=2, **FAST.model_parallel)
     heads = SHAPES["gpt-oss"].num_heads(2)
     for rank, of_layers in enumerate(saved):
@@ -198,7 +176,6 @@ def refused_on_rank(rank: int, layout: Layout) -> str:
 
 
 def test_biases_of_experts_that_ranks_share_are_refused(pool):
-    installed_has("gpt-oss")
     layout = Layout(**SP, expert_tensor=2)
     (message, _) = pool.run(refused_on_rank, layout, world_size=2, **layout.model_parallel)
     assert "add_bias_linear=True with experts and expert_tensor_parallel_size=2" in message
@@ -210,7 +187,6 @@ WITHOUT = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_group_topk": "all groups",
     "moe_router_score_function": "softmax",
-    "moe_router_bias_update_rate": 1e-3,  # then the bias starts at 0
     "rope_type": "rope",
     "softmax_type": "vanilla",
     "window_size": None,
@@ -256,7 +232,6 @@ def changes_on_rank(rank: int, name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_special_option_of_a_shape_acts_in_its_step(pool, name):
     """A clamp that no activation meets, a bias that changes no choice or a window longer than each sample would prove nothing."""
-    installed_has(name)
     changes = pool.run(changes_on_rank, name, world_size=1)[0]
     assert changes and min(changes.values()) > 1e-5, changes
 
@@ -297,25 +272,15 @@ def test_the_sizes_of_a_shape_fit_the_layout(name, tensor, expert):
     assert len(sizes["moe_layer_freq"]) == 4 and sizes["moe_layer_freq"][0] == (not shape.is_mixed)
 
 
-def test_what_a_release_or_a_layout_has_not_is_refused_by_name():
-    known = {option for shape in SHAPES.values() for option in shape.options}
-    sizes = {"tensor": 2, "expert_tensor": 2, "known": known, "release": "0.16.1"}
-    assert not any(shape.problems(**sizes | {"expert_tensor": 1}) for shape in SHAPES.values())
-    (problem,) = SHAPES["gpt-oss"].problems(**sizes)
-    assert "--model-like gpt-oss with --expert-tensor-parallel-size 2: its experts have biases" in problem
-    assert problem.endswith("give --expert-tensor-parallel-size 1 and --expert-model-parallel-size 2")
-    (problem,) = SHAPES["gpt-oss"].problems(**sizes | {"known": known - {"softmax_type"}, "release": "0.14.0"})
-    assert "needs softmax_type, which the installed Megatron-Core 0.14.0 has not: install 0.15 or later" in problem
-    assert "--model-like glm-5 is not known: it is one of qwen3-moe, glm-4.5" in error_of(lambda: shape_of("glm-5"))
+def test_a_shape_that_is_not_declared_is_refused():
+    assert "--model-like glm-5 is not known: it is one of qwen3-moe, deepseek-v3, gpt-oss" in error_of(lambda: shape_of("glm-5"))
 
 
 # The selftest
 
-TOKEN_MEAN = Choice("grpo", ("token_mean",))
 
-
-def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], Setting]]:
-    """gpt-oss on two context-parallel ranks: right, and with a wrong gradient of sinks."""
+def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], str]]:
+    """Rows and what is printed around them: gpt-oss on two context-parallel ranks, right and with a wrong gradient of sinks."""
     right, found, truths = LayoutModel.step, [], []
 
     def truths_once(*arguments):
@@ -331,27 +296,25 @@ def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], Setting]]:
                     shard.gradient.mul_(1.001)
             return answer
 
-        settings: list[Setting] = []
-        with mock.patch.object(LayoutModel, "step", step), mock.patch.object(selftest_steps, "truths_of", truths_once):
+        with mock.patch.object(LayoutModel, "step", step), mock.patch.object(selftest, "truths_of", truths_once):
             bench = WholeSteps(Layout(context=2, packed=True), 2, shape=SHAPES["gpt-oss"])
-            found.append((list(run_selftest(bench, settings.append, choice=TOKEN_MEAN)), settings[0]))
+            rows = bench.prepare(chosen(table_of_shape("grpo"), texts=("token_mean",)))
+            results = list(run_selftest(bench, rows))
+            found.append((results, command.header(bench) + command.closing(bench, results, 1.0)))
     return found
 
 
 def test_the_selftest_compares_each_kind_of_parameter_and_names_the_one_that_is_off():
-    installed_has("gpt-oss")
-    (rows, setting), (of_sinks, _) = run_ranks(selftests_on_rank, 2)[0]
+    (rows, text), (of_sinks, _) = run_ranks(selftests_on_rank, 2)[0]
     _, *rows = rows
     contracts = ["logits, torch", "fused head, torch, own cp groups", "logits, torch, per-token", "fused head, torch, per-token"]
     assert [row.name for row in rows] == [f"grpo token_mean, {contract}" for contract in contracts]
     assert all(row.passed and row.parts.keys() == KINDS["gpt-oss"] for row in rows), rows
     assert all(0 < error < 2e-6 for row in rows for error in row.parts.values()), rows
-    assert setting.model.startswith("2 layers like gpt-oss (openai/gpt-oss-20b, config.json): ")
+    assert "\n2 layers like gpt-oss (openai/gpt-oss-20b, config.json): " in text
     for row in of_sinks[1:]:
         assert not row.passed and row.cause == "leaves of sink: gradient is 1.001 of expected"
-    text = command.closing(setting, rows, 1.0)
     assert "off by at most: embedding " in text and ", sink " in text
-    assert f"{setting.model}\n" in command.header(setting)
 
 
 def compared(ratio: float, norm_error: float | None = 0.0) -> Comparison:
@@ -360,7 +323,7 @@ def compared(ratio: float, norm_error: float | None = 0.0) -> Comparison:
 
 def test_a_factor_of_all_kinds_is_none_of_a_kind():
     """Nor is the norm of the optimiser, whose gradient is right; two kinds are named, with the figures of the first."""
-    row = Row("one", lambda bench: True, lambda bench: 1.0)
+    row = PROBES[0]
     exact, halved = compared(1.0), compared(0.5)
     of_all = result_of(row, {"": halved, "router": halved, "norm": halved}, {"dp": 2})
     assert of_all.cause.startswith("gradient is 0.5 of expected = 1/dp") and not of_all.passed
@@ -374,38 +337,9 @@ def test_a_factor_of_all_kinds_is_none_of_a_kind():
     }
 
 
-def test_the_rows_of_a_shape_that_tritons_interpreter_leaves_out_are_counted_in_its_own_table(monkeypatch):
-    """Of six rows, and not of the large table."""
-    monkeypatch.setattr(selftest_table, "is_interpreted", lambda: True)
-    monkeypatch.setattr(selftest_table, "why_triton_is_missing", lambda: None)
-    cases = [row.case for row in table_of_shape(lambda case: True) if row.case is not None and row.case.backend == "triton"]
-    few = sum(map(is_interpreted_too, cases))
-    _, left_out = triton_here(torch.device("cpu"), interprets=True, cases=cases)
-    assert left_out.startswith(f"Triton: all but {few} of 6 rows") and len(cases) == 6
-
-
-def refused_benches_on_rank(rank: int) -> list[str]:
-    """On one process, whatever is installed."""
-    asked = (Layout(), Layout(expert_tensor=2, tensor=2, sequence_parallel=True))
-    whole = [error_of(lambda layout=layout: WholeSteps(layout, 2, shape=SHAPES["gpt-oss"])) for layout in asked[1:]]
-    return [*whole, error_of(lambda: LossesAlone(asked[0], 1, shape=SHAPES["gpt-oss"]))]
+def refused_bench_on_rank(rank: int) -> str:
+    return error_of(lambda: WholeSteps(Layout(expert_tensor=2, tensor=2, sequence_parallel=True), 2, shape=SHAPES["gpt-oss"]))
 
 
 def test_a_shape_that_these_ranks_cannot_have_is_refused_before_anything_is_built():
-    of_layout, of_install = run_ranks(refused_benches_on_rank, 1)[0]
-    assert "--model-like gpt-oss with --expert-tensor-parallel-size 2" in of_layout
-    assert "--model-like gpt-oss needs Megatron-Core, which is not installed" in of_install
-
-
-def test_what_a_shape_has_and_a_release_has_not_is_said(monkeypatch):
-    """And settings under which micro-batches have the model's group alone."""
-    from megatron.core.transformer import multi_token_prediction
-
-    monkeypatch.setattr(multi_token_prediction, "roll_tensor", lambda tensor: tensor)  # as to 0.15
-    for name, shape in SHAPES.items():
-        problems = mtp_problems(shape)
-        assert len(problems) == (name in ("glm-4.5", "deepseek-v3"))
-        assert all("mtp_num_layers=1: the installed Megatron-Core gives these layers" in problem for problem in problems)
-    assert [*own_group_problems_of(SHAPES["kimi-k2"].options)] == [
-        "multi_latent_attention=True: its layers take the model's group alone"
-    ]
+    assert "--model-like gpt-oss with --expert-tensor-parallel-size 2" in run_ranks(refused_bench_on_rank, 1)[0]

@@ -34,7 +34,7 @@ from megatron_rl.testing.reference import (
     mtp_loss_by_hand,
     ragged_samples,
 )
-from megatron_rl.testing.selftest_terms import truth_of_terms
+from megatron_rl.testing.selftest import truth_of_terms
 
 SLOW = pytest.mark.slow
 megatron = pytest.mark.megatron

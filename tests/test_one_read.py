@@ -17,10 +17,10 @@ import pytest
 import torch
 import trainer_cases
 from helpers import KERNEL_DEVICE, Batch, clip_for, random_batch, without_needless_clip
+from launches import counted_launches, watched_launches
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 
-from benchmarks.launches import counted_launches, watched_launches
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE

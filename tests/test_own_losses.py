@@ -33,12 +33,12 @@ from helpers import (
 from host_cases import CLIPS, HostCase
 from host_cases import truth as truth_of_dense_step
 from host_ranks import run_cases
+from launches import counted_launches
 from linear_cases import budget, by_logits, head_batch, on_device, run, seen, worst_error
 from loss_backends import KERNEL, TRITON, over_backends
 from nemo_rl_cases import master_config
 from trainer_cases import metrics_of, run_loop
 
-from benchmarks.launches import counted_launches
 from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route

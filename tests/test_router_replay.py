@@ -17,18 +17,16 @@ from test_expert_layouts import EXPERTS as LAYER_EXPERTS
 from test_expert_layouts import SP, Run, errors_by_kind, run_on_layout
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
-from megatron_rl.__main__ import main
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.routing import GivenRoutes, RouteChecker, RouteLog, as_map, replay_problems, routers_of
 from megatron_rl.megatron.samples import RouteShape, expert_layers, route_problem
-from megatron_rl.testing.invariance import Layout, TinyGPT, merged
-from megatron_rl.testing.layout_step import LayoutModel
-from megatron_rl.testing.ranks import RankError, run_ranks
+from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, merged
+from megatron_rl.testing.layout_step import LayoutModel, row_length
+from megatron_rl.testing.ranks import RankError
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.train.generation import SamplingSettings
-from megatron_rl.train.option_rules import TrainLaunch, check_router_replay
-from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts
 
 pytestmark = pytest.mark.megatron
@@ -241,6 +239,16 @@ def recomputes_in_another_order(model: LayoutModel) -> None:
         vars(door.routes)["_waiting"] = LastInFirstOut()
 
 
+def routes_on_rank(rank: int, tiny: TinyGPT, step: list[StepSample], config: PolicyLossConfig) -> list[list[int]]:
+    """The experts of each token but the last of its sample, by sample, layer and position."""
+    model = LayoutModel(Layout(), row_length(step, Layout()), tiny)
+    with RouteLog(model.models) as log:
+        model.step(config, step)
+    rows = [chosen.view(-1, len(step), chosen.shape[1]) for _, (chosen,) in sorted(log.by_layer.items())]  # [S, B, experts]
+    places = [(rows_of, n, t) for n, sample in enumerate(step) for rows_of in rows for t in range(len(sample.tokens) - 1)]
+    return [rows_of[t, n].nonzero().flatten().tolist() for rows_of, n, t in places]
+
+
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS)
 def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
     """Catches routes that are not laid out as tokens, and micro-batches that replay each other's. LayoutModel runs the checker."""
@@ -258,11 +266,8 @@ def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
     for name in ("policy/max_vio", "policy/route_agreement"):
         assert result.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-6), name
     assert 0.02 < alone.metrics["policy/route_agreement"] < 0.5
-    for (layer, sample, position), experts in alone.routes.items():
-        of_sample = step[sample].routes[sorted({key[0] for key in alone.routes}).index(layer)]
-        assert position == len(of_sample) or experts == tuple(sorted(of_sample[position]))
-    if not options:
-        assert result.routes == alone.routes
+    [used] = pool.run(routes_on_rank, plain, step, config, world_size=1)
+    assert used == [sorted(experts) for sample in step for layer in sample.routes for experts in layer]
 
 
 def test_routes_in_another_order_of_recomputation_are_found(pool):
@@ -275,7 +280,7 @@ def test_routes_in_another_order_of_recomputation_are_found(pool):
 
 
 def recomputed_gradients(rank: int, options: dict) -> dict:
-    trainer = cases.tiny_trainer(experts=EXPERTS | options, router_replay="rollout", check_router_replay=True, **cases.STILL)
+    trainer = cases.tiny_trainer(experts=EXPERTS | options, router_replay="rollout", **cases.STILL)
     step = with_random_routes(cases.ragged_step())
     trainer.step([step[:2], step[2:4], step[4:]])
     return cases.gradients_of(trainer)
@@ -291,7 +296,7 @@ def test_recomputed_layers_replay_the_routes_of_their_micro_batch(pool):
 
 def step_with_a_deaf_router(rank: int) -> tuple[str, bool]:
     """The first router of rank 1 chooses by itself: (the error, whether a weight has changed)."""
-    trainer = cases.tiny_trainer(experts=EXPERTS, router_replay="rollout", check_router_replay=True)
+    trainer = cases.tiny_trainer(experts=EXPERTS, router_replay="rollout")
     step = with_random_routes(cases.ragged_step())[3 * rank : 3 * rank + 3]
     trainer.log_probs([step])  # gives the routers their doors
     if rank == 1:
@@ -425,7 +430,7 @@ def test_layers_with_experts_are_found_as_megatron_places_them():
 
 # Rollouts and files
 
-OPTIONS = {"num_rollouts": 2, "save_interval": None, "steps_per_rollout": 2}
+OPTIONS = {"num_rollouts": 2, "save_interval": 1000, "steps_per_rollout": 2}
 PHANTOMS = "policy/num_phantom_tokens"
 
 
@@ -434,13 +439,13 @@ def runs_on_rank(rank: int, folder, runs: dict[str, dict]) -> None:
         cases.run_loop(folder / name, CONFIG, {**OPTIONS, **options}, settings={"experts": EXPERTS})
 
 
-@pytest.mark.parametrize("replay", ["none", "old_log_probs", "rollout"])
+@pytest.mark.parametrize("replay", ["old_log_probs", "rollout"])
 def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_path, replay):
     """Sampling, two steps a rollout and a file, on EP2 and on one rank. A first ratio is 1, and each replayed step is checked."""
     file = tmp_path / "rollouts.jsonl"
-    checked = {"router_replay": replay, "check_router_replay": True}
-    pool.run(runs_on_rank, tmp_path, {"one": checked | {"save_rollouts": str(file)}}, world_size=1)
-    pool.run(runs_on_rank, tmp_path, {"two": checked, "file": checked | {"rollouts": str(file)}}, world_size=2, **{EP: 2})
+    replayed = {"router_replay": replay}
+    pool.run(runs_on_rank, tmp_path, {"one": replayed | {"save_rollouts": str(file)}}, world_size=1)
+    pool.run(runs_on_rank, tmp_path, {"two": replayed, "file": replayed | {"rollouts": str(file)}}, world_size=2, **{EP: 2})
     truth, two, of_file = (cases.metrics_of(tmp_path / name) for name in ("one", "two", "file"))
     assert cases.unlike_metrics(of_file, truth) == []
     # Phantoms are counted where old log-probabilities are given. Without a file the first step is measured for its routes alone.
@@ -454,20 +459,6 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
     assert all(len(sample.routes[0]) == len(sample.tokens) - 1 for sample in batch.samples)
 
 
-def test_the_command_samples_with_routes_and_replays_them_from_a_file(tmp_path):
-    file = str(tmp_path / "rollouts.jsonl")
-    model = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--hidden-size", "32", "--router-replay", "rollout"]
-    small = ["--num-rollouts", "1", "--prompts-per-rollout", "2", "--samples-per-prompt", "2", "--no-plot", "--no-tensorboard"]
-
-    def on_rank(rank: int, folder: str, more: list[str]) -> int:
-        return main(["train", "--policy-loss", "grpo", "--check-router-replay", *model, *small, "--output-dir", folder, *more])
-
-    for name, more in (("sampled", ["--save-rollouts", file]), ("replayed", ["--rollouts", file])):
-        assert run_ranks(on_rank, 1, str(tmp_path / name), more, use_megatron=False) == [0]
-    sampled, replayed = (cases.metrics_of(tmp_path / name) for name in ("sampled", "replayed"))
-    assert cases.unlike_metrics(replayed, sampled) == [] and sampled[0]["policy/route_agreement"] == 1
-
-
 def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):
     """old_log_probs with one step a rollout, from a file without routes, by documents too."""
     file = tmp_path / "rollouts.jsonl"
@@ -477,8 +468,8 @@ def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):
         assert sample["routes"] is None
         sample["old_log_probs"] = None
     file.write_text(json.dumps(batch) + "\n")
-    checked = {"router_replay": "old_log_probs", "check_router_replay": True, "steps_per_rollout": 1, "rollouts": str(file)}
-    pool.run(runs_on_rank, tmp_path, {"one": checked}, world_size=1)
+    replayed = {"router_replay": "old_log_probs", "steps_per_rollout": 1, "rollouts": str(file)}
+    pool.run(runs_on_rank, tmp_path, {"one": replayed}, world_size=1)
     (row,) = cases.metrics_of(tmp_path / "one")
     assert row["policy/route_agreement"] == 1
 
@@ -487,8 +478,7 @@ def test_a_file_without_the_routes_that_are_needed_is_refused(pool, tmp_path):
     file = tmp_path / "rollouts.jsonl"
     pool.run(runs_on_rank, tmp_path, {"plain": {"save_rollouts": str(file)}}, world_size=1)
     for options, message in (
-        ({"router_replay": "rollout"}, "no routes, which --router-replay rollout and --check-router-replay need"),
-        ({"check_router_replay": True}, "no routes, which --router-replay rollout and --check-router-replay need"),
+        ({"router_replay": "rollout"}, "no routes, which --router-replay rollout needs"),
         ({"router_replay": "old_log_probs"}, "old_log_probs and no routes: --router-replay old_log_probs needs"),
     ):
         with pytest.raises(RankError, match=message):
@@ -519,14 +509,6 @@ def test_wrong_routes_are_named(routes, message):
     else:
         with pytest.raises(DataError, match=message):
             raise DataError(problem)
-
-
-def test_a_check_that_nothing_shows_is_refused():
-    options, metrics = TrainOptions(num_experts=4, check_router_replay=True), {"policy_metrics": "none"}
-    (row,) = check_router_replay(TrainLaunch.of(options, metrics))
-    assert row.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
-    assert not list(check_router_replay(TrainLaunch.of(replace(options, router_replay="rollout"), metrics)))
-    assert not list(check_router_replay(TrainLaunch.of(options, {"policy_metrics": "basic"})))
 
 
 def test_the_largest_load_and_the_agreement_by_hand(pool):

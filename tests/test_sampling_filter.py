@@ -1,4 +1,4 @@
-"""Sampling with top-k, top-p and min-p: which ids are kept, on each layout the same, and what is recorded of a token."""
+"""Sampling with top-p: which ids are kept, on each layout the same, and what is recorded of a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_generation import LAYOUTS, NOISE, prompts_of, settings_of
 from trainer_cases import CP, PP, VOCABULARY, lively, tiny_trainer
 
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
+from megatron_rl.train.sampling_filter import KeptTokens, kept_by_top_p
 
 pool = pool_of(4)
 # Float32 logits, and sums of eleven exponentials of them, on two layouts.
@@ -22,44 +22,28 @@ TOLERANCE = 2e-5
 TEMPERATURE = 3.0
 
 
-def kept_ids(row: list[float], **filters) -> list[int]:
-    return SamplingFilter(**filters).kept(torch.tensor([row]))[0].nonzero().flatten().tolist()
-
-
 # Probabilities .5 .25 .125 .125 of ids 2, 0, 1, 3.
 BY_HAND = [math.log(0.25), math.log(0.125), math.log(0.5), math.log(0.125)]
 CASES = [
-    pytest.param({}, [0, 1, 2, 3], id="no filter"),
-    pytest.param({"top_k": 1}, [2], id="the largest"),
-    pytest.param({"top_k": 3}, [0, 1, 2], id="of two equal ones the smaller id"),
-    pytest.param({"top_k": 9}, [0, 1, 2, 3], id="more than there are"),
-    pytest.param({"top_p": 0.5}, [2], id="the first reaches it"),
-    pytest.param({"top_p": 0.51}, [0, 2], id="the token that crosses is kept"),
-    pytest.param({"top_p": 0.8}, [0, 1, 2], id="of two equal ones the smaller id crosses"),
-    pytest.param({"top_p": 1e-9}, [2], id="the largest is always kept"),
-    # Of the two largest the first has two thirds.
-    pytest.param({"top_k": 2, "top_p": 0.66}, [2], id="top-p is of the mass that top-k has left"),
-    pytest.param({"top_k": 2, "top_p": 0.67}, [0, 2], id="top-p is of the mass that top-k has left, and crosses"),
-    pytest.param({"min_p": 0.49}, [0, 2], id="near half of the largest"),
-    pytest.param({"min_p": 0.24}, [0, 1, 2, 3], id="near a quarter of the largest"),
-    pytest.param({"top_p": 0.8, "min_p": 0.49}, [0, 2], id="top-p first, which min-p cuts further"),
-    pytest.param({"min_p": 1.0}, [2], id="as likely as the largest"),
+    pytest.param(0.5, [2], id="the first reaches it"),
+    pytest.param(0.51, [0, 2], id="the token that crosses is kept"),
+    pytest.param(0.8, [0, 1, 2], id="of two equal ones the smaller id crosses"),
+    pytest.param(1e-9, [2], id="the largest is always kept"),
 ]
 
 
-@pytest.mark.parametrize(("filters", "expected"), CASES)
-def test_the_kept_ids_by_hand(filters, expected):
-    assert kept_ids(BY_HAND, **filters) == expected
-    assert SamplingFilter(**filters).is_on == bool(filters)
+@pytest.mark.parametrize(("top_p", "expected"), CASES)
+def test_the_kept_ids_by_hand(top_p, expected):
+    assert kept_by_top_p(torch.tensor([BY_HAND]), top_p)[0].nonzero().flatten().tolist() == expected
 
 
-def reference(row: list[float], top_p: float, top_k: int, min_p: float) -> list[int]:
+def reference(row: list[float], top_p: float) -> list[int]:
     """Token by token, in Python's float64."""
-    order = sorted(range(len(row)), key=lambda number: (-row[number], number))[: top_k if top_k > 0 else None]
+    order = sorted(range(len(row)), key=lambda number: (-row[number], number))
     weight = {number: math.exp(row[number] - row[order[0]]) for number in order}
     total, before, kept = sum(weight.values()), 0.0, []
     for number in order:
-        if number == order[0] or ((top_p == 1.0 or before < top_p * total) and weight[number] >= min_p):
+        if number == order[0] or before < top_p * total:
             kept.append(number)
         before += weight[number]
     return sorted(kept)
@@ -70,27 +54,20 @@ ROWS = st.lists(st.lists(st.sampled_from([-90.0, -2.0, -0.5, 0.0, 0.5, 3.0]), mi
 
 
 @settings(max_examples=100, deadline=None)
-@given(ROWS, st.sampled_from([1.0, 0.9131, 0.5173, 0.0313]), st.sampled_from([-1, 1, 3, 7]), st.sampled_from([0.0, 0.0713, 0.5911]))
-def test_the_kept_ids_are_those_of_a_loop_over_tokens(rows, top_p, top_k, min_p):
-    found = SamplingFilter(top_p=top_p, top_k=top_k, min_p=min_p).kept(torch.tensor(rows))
-    for row, is_kept in zip(rows, found, strict=True):
-        assert is_kept.nonzero().flatten().tolist() == reference(row, top_p, top_k, min_p)
+@given(ROWS, st.sampled_from([0.9131, 0.5173, 0.0313]))
+def test_the_kept_ids_are_those_of_a_loop_over_tokens(rows, top_p):
+    for row, is_kept in zip(rows, kept_by_top_p(torch.tensor(rows), top_p), strict=True):
+        assert is_kept.nonzero().flatten().tolist() == reference(row, top_p)
 
 
-FILTERS = [
-    pytest.param(SamplingFilter(top_p=0.8), id="top-p"),
-    pytest.param(SamplingFilter(top_k=3), id="top-k"),
-    pytest.param(SamplingFilter(min_p=0.3), id="min-p"),
-    pytest.param(SamplingFilter(top_p=0.9, top_k=5, min_p=0.05), id="all of them"),
-]
-OF_LAYOUTS = SamplingFilter(top_p=0.8, min_p=0.02)
+TOP_P = 0.8
 
 
-def sampled_on_rank(rank, layout, one, temperature=1.0):
+def sampled_on_rank(rank, layout, top_p, temperature=1.0):
     """sample id -> (response, kept ids of each token, their scores, their masses), of this dp rank's samples."""
     trainer, dp = lively(tiny_trainer(**layout)), resolve_groups().dp
     mine, prompts = range(dp.rank(), 12, dp.size()), prompts_of(12)
-    settings = settings_of(filter=one, temperature=temperature)
+    settings = settings_of(top_p=top_p, temperature=temperature)
     kept = KeptTokens(len(mine))
     responses = trainer.sample([prompts[index] for index in mine], list(mine), settings, NOISE, kept=kept)
     found = {}
@@ -103,10 +80,10 @@ def sampled_on_rank(rank, layout, one, temperature=1.0):
 
 
 @pytest.mark.megatron
-def test_a_filter_that_keeps_every_token_draws_those_of_no_filter(pool):
-    """min-p of 1e-30 is below every probability of the model, so that the whole path of a filter runs."""
+def test_a_mass_that_keeps_every_token_draws_those_of_no_filter(pool):
+    """No token of the model is as rare as 1e-12, so that the whole path of a filter runs."""
     [plain] = pool.run(plain_tokens_on_rank, {}, world_size=1)
-    [found] = pool.run(sampled_on_rank, {}, SamplingFilter(min_p=1e-30), world_size=1)
+    [found] = pool.run(sampled_on_rank, {}, 1 - 1e-12, world_size=1)
     assert {index: response for index, (response, *_) in found.items()} == plain
     for _, rows, _, masses in found.values():
         assert all(row == list(range(VOCABULARY)) for row in rows) and masses.tolist() == pytest.approx([1.0] * len(rows))
@@ -118,25 +95,24 @@ def plain_tokens_on_rank(rank, layout):
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("one", FILTERS)
-def test_each_sampled_token_is_in_its_set_and_its_score_is_of_the_set(pool, one):
+def test_each_sampled_token_is_in_its_set_and_its_score_is_of_the_set(pool):
     """The logits of each position come from a plain forward of the whole sequence."""
-    [(found, logits)] = pool.run(with_logits_on_rank, one, world_size=1)
+    [(found, logits)] = pool.run(with_logits_on_rank, world_size=1)
     sizes = set()
     for index, (response, rows, scores, masses) in found.items():
         for place, token in enumerate(response):
             z = logits[index][place].double() / 0.7
-            truth = reference(z.tolist(), one.top_p, one.top_k, one.min_p)
+            truth = reference(z.tolist(), TOP_P)
             assert token in rows[place] and rows[place] == truth
             p = z.softmax(-1)
             assert float(masses[place]) == pytest.approx(float(p[truth].sum()), abs=TOLERANCE)
             assert float(scores[place]) == pytest.approx(math.log(p[token] / p[truth].sum()), abs=20 * TOLERANCE)
             sizes.add(len(truth))
-    assert max(sizes) < VOCABULARY and (len(sizes) > 1 or one.top_k == max(sizes))
+    assert max(sizes) < VOCABULARY and len(sizes) > 1
 
 
-def with_logits_on_rank(rank, one):
-    found = sampled_on_rank(rank, {}, one, temperature=0.7)
+def with_logits_on_rank(rank):
+    found = sampled_on_rank(rank, {}, TOP_P, temperature=0.7)
     trainer, logits = lively(tiny_trainer()), {}
     with torch.no_grad():
         for index, prompt in enumerate(prompts_of(12)):
@@ -148,7 +124,7 @@ def with_logits_on_rank(rank, one):
 
 @pytest.fixture(scope="module")
 def alone(pool):
-    return pool.run(sampled_on_rank, {}, OF_LAYOUTS, world_size=1)[0]
+    return pool.run(sampled_on_rank, {}, TOP_P, world_size=1)[0]
 
 
 @pytest.mark.slow
@@ -159,7 +135,7 @@ def alone(pool):
 def test_every_layout_draws_the_same_tokens_from_the_same_sets(pool, alone, world_size, layout, settings):
     """Catches a set of one shard's columns, ids that start at 0 on each shard, and rows that a cp rank or a stage has not heard."""
     together = {}
-    for answer in pool.run(sampled_on_rank, settings, OF_LAYOUTS, world_size=world_size, **layout):
+    for answer in pool.run(sampled_on_rank, settings, TOP_P, world_size=world_size, **layout):
         for index, (response, rows, scores, masses) in answer.items():
             expected = alone[index]
             assert (response, rows) == expected[:2], index
@@ -169,13 +145,13 @@ def test_every_layout_draws_the_same_tokens_from_the_same_sets(pool, alone, worl
     assert together.keys() == alone.keys() and any(len(row) > 1 for _, rows, *_ in alone.values() for row in rows)
 
 
-def frequencies_on_rank(rank, one, count):
+def frequencies_on_rank(rank, count):
     """(how often each token follows one prompt, its logits by a plain forward)."""
     trainer, prompt = lively(tiny_trainer()), [3, 1, 4]
     found = trainer.sample(
         [prompt] * count,
         list(range(count)),
-        settings_of(max_new_tokens=1, rows_per_forward=count, filter=one, temperature=TEMPERATURE),
+        settings_of(max_new_tokens=1, rows_per_forward=count, top_p=TOP_P, temperature=TEMPERATURE),
         NOISE,
     )
     with torch.no_grad():
@@ -184,13 +160,12 @@ def frequencies_on_rank(rank, one, count):
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("one", FILTERS)
-def test_tokens_come_as_often_as_the_softmax_over_their_set_says(pool, one):
+def test_tokens_come_as_often_as_the_softmax_over_their_set_says(pool):
     """8,192 draws. 29.6 is the chi-square that ten free numbers exceed once in a thousand seeds, and the seed is fixed; fewer free
     numbers exceed it more rarely. Over the vocabulary each expected count is off by the kept mass."""
     count = 8192
-    [(found, logits)] = pool.run(frequencies_on_rank, one, count, world_size=1)
-    kept = reference(logits.tolist(), one.top_p, one.top_k, one.min_p)
+    [(found, logits)] = pool.run(frequencies_on_rank, count, world_size=1)
+    kept = reference(logits.tolist(), TOP_P)
     p = logits.softmax(-1)
     outside = [token for token in range(VOCABULARY) if token not in kept]
     assert int(found[outside].sum()) == 0 and len(kept) > 1 and outside
@@ -200,8 +175,3 @@ def test_tokens_come_as_often_as_the_softmax_over_their_set_says(pool, one):
 
     assert chi_square(count * p[kept] / p[kept].sum()) < 29.6
     assert chi_square(count * p[kept]) > 40
-
-
-def test_a_filter_says_what_is_on():
-    assert SamplingFilter(top_p=0.8, min_p=0.05).in_words() == "top-p 0.8, min-p 0.05"
-    assert SamplingFilter(top_k=20).in_words() == "top-k 20"

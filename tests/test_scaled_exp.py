@@ -14,11 +14,11 @@ import pytest
 import torch
 import trainer_cases
 from helpers import KERNEL_DEVICE
+from launches import counted_launches
 from linear_cases import HeadBatch, budget, every_term, head_batch, on_device, run, worst_error
 from test_linear_losses import KINDS, fused, options_of
 
 import megatron_rl.ops.scaled_exp_triton as scaled_exp_triton
-from benchmarks.launches import counted_launches
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE

@@ -9,11 +9,14 @@ import multiprocessing
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from forked import forget, forked
 from helpers import pool_of
 
 from megatron_rl.__main__ import main
@@ -21,33 +24,36 @@ from megatron_rl.commands import selftest as command
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.probe import CAUSES, factor_names
 from megatron_rl.registries.corrections import correction_names
 from megatron_rl.registries.kl_estimators import kl_estimator_names
-from megatron_rl.testing import selftest, selftest_bench, selftest_steps, selftest_table
+from megatron_rl.testing import selftest
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare, named_sizes
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples
-from megatron_rl.testing.selftest import RowResult, Setting, result_of, run_selftest
-from megatron_rl.testing.selftest_bench import complete_layout
-from megatron_rl.testing.selftest_router_losses import RouterTruth, compare_router_loss, truth_of_router_losses
-from megatron_rl.testing.selftest_steps import WholeSteps, check_megatron, model_for, truths_of
-from megatron_rl.testing.selftest_table import (
-    Choice,
+from megatron_rl.testing.selftest import (
+    AGGREGATIONS,
+    DIVIDED,
+    FUSED,
+    Case,
+    RowResult,
+    WholeSteps,
     cases_of,
+    check_megatron,
+    chosen,
+    complete_layout,
+    model_for,
     own_group_cases,
     per_token_cases,
-    row_of_loss,
-    row_of_router_loss,
+    rows_of,
+    run_selftest,
     table,
-    triton_here,
+    term_pairs,
+    truths_of,
 )
-from megatron_rl.testing.selftest_terms import AGGREGATIONS, DIVIDED, FUSED, Case, term_pairs
 
-ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
 # The rows of the page are those of gloo.
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -62,25 +68,21 @@ FIFTH = cases_of(Backend.TORCH)[::5]
 pool = pool_of(2)
 
 
-def rows_of(cases) -> list:
-    """The rows of these cases and those of the probe."""
-    return [*(row for row in table(lambda case: False) if row.is_probe), *map(row_of_loss, cases)]
-
-
-def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[RowResult], Setting]]:
-    """Of each (layout, cases, mistake in the package's own scale): the rows and the setting. One truth serves runs of one model."""
+def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[RowResult], Layout]]:
+    """Of each (layout, cases, mistake in the package's own scale): the rows and the layout. One truth serves runs of one model."""
     from megatron_rl.megatron import forward_step
 
     right, found = forward_step.scale_for_schedule, []
-    all_cases = [case for _, chosen, _ in runs for case in chosen]
+    all_cases = [case for _, cases, _ in runs for case in cases]
     truth = functools.cache(lambda tiny: truths_of(ragged_samples(), tiny, all_cases))
-    for asked, chosen, mistake in runs:
-        scale, settings = right if mistake is None else functools.partial(mistake, right), []
+    for asked, cases, mistake in runs:
+        scale = right if mistake is None else functools.partial(mistake, right)
         with (
-            mock.patch.object(selftest_steps, "truths_of", lambda samples, tiny, cases: truth(tiny)),
+            mock.patch.object(selftest, "truths_of", lambda samples, tiny, cases: truth(tiny)),
             mock.patch.object(forward_step, "scale_for_schedule", scale),
         ):
-            found.append((list(run_selftest(WholeSteps(asked, 2), settings.append, rows=rows_of(chosen))), settings[0]))
+            bench = WholeSteps(asked, 2)
+            found.append((list(run_selftest(bench, bench.prepare(rows_of(cases)))), bench.layout))
     return found
 
 
@@ -139,7 +141,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def of_ranks(shared):
-    """Of each rank: name -> (rows, setting)."""
+    """Of each rank: name -> (rows, layout)."""
     runs = {name: (*run, None) for name, run in RIGHT.items()} | {name: run[:3] for name, run in MISTAKES.items()}
     answers = shared("test_selftest", lambda: run_ranks(runs_on_rank, 2, [*runs.values()]))
     return [dict(zip(runs, of_rank, strict=True)) for of_rank in answers]
@@ -148,11 +150,11 @@ def of_ranks(shared):
 @megatron
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_layout_passes_every_row_and_all_ranks_say_so(of_ranks, name):
-    (rows, setting), (others, _) = (of_rank[name] for of_rank in of_ranks)
+    (rows, layout), (others, _) = (of_rank[name] for of_rank in of_ranks)
     assert rows == others and [row.name for row in rows] == ["schedule probe", *map(str, RIGHT[name][1])]
     for row in rows:
         assert row.passed and row.cause == "" and row.ratio == pytest.approx(1, abs=1e-5), row
-    assert setting.sizes["micro-batches"] == setting.layout.num_microbatches
+    assert layout.num_microbatches == 3 and layout.data * layout.context * layout.tensor * layout.pipeline == 2
     assert all(1e-9 < row.gradient_error < 2e-6 for row in rows[1:])
 
 
@@ -160,10 +162,10 @@ def test_a_right_layout_passes_every_row_and_all_ranks_say_so(of_ranks, name):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_wrong_scale_fails_with_the_ratio_and_its_name(of_ranks, name):
     """The number in place of a week of doubt: what users of other frameworks found by comparing gradient norms by hand."""
-    _, chosen, mistake, ratio, message = MISTAKES[name]
+    _, cases, mistake, ratio, message = MISTAKES[name]
     probe, *rows = of_ranks[0][name][0]
     assert probe.passed  # the probe has the right scale: the mistake is in the forward step
-    for case, row in zip(chosen, rows, strict=True):
+    for case, row in zip(cases, rows, strict=True):
         assert not row.passed
         if case is OF_HIDDEN_STATES:  # the head has put its weight's gradient away by then, and checks the factor itself
             assert row.cause.startswith("all ranks: ") or "gradient is" in row.cause, row
@@ -173,151 +175,41 @@ def test_a_wrong_scale_fails_with_the_ratio_and_its_name(of_ranks, name):
         assert re.search(r"x +0\.500000", command.row_text(rows[0]))
 
 
-# Auxiliary losses of routers
-
-
-def times(factor):
-    """A mistake that multiplies one loss: from the right function, (the right function, loss, sizes of the step) -> loss."""
-
-    def wrong(right, router, *arguments, **named):
-        step = vars(router)["routed_step"]
-        attach = router_losses._attached
-        with mock.patch.object(router_losses, "_attached", lambda r, a, n, loss, c: attach(r, a, n, loss * factor(step), c)):
-            return right(router, *arguments, **named)
-
-    return wrong
-
-
-def counting_padding(right, router, logits, padding_mask=None):
-    return right(router, logits)
-
-
-# A mistake of each loss, and what its row says then.
-ROUTER_MISTAKES = {
-    "z_loss": ("apply_z_loss", counting_padding, "gradient is no multiple of expected"),
-    "aux_loss": ("_apply_aux_loss", times(lambda step: step.num_parts), "gradient is 6 of expected = dp x micro-batches"),
-    "seq_aux_loss": ("_apply_seq_aux_loss", times(lambda step: step.data_size), "gradient is 2 of expected = dp or ep: "),
-    "global_aux_loss": ("_apply_global_aux_loss", times(lambda step: 1 / step.data_size), "gradient is 0.5 of expected = 1/dp or"),
-}
-
-
-EP2 = Layout(expert=2)
-ROUTER_LAYOUTS = [Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)]
-# name -> (layout, losses with their mistake)
-ROUTER_RUNS = {str(asked): (asked, ()) for asked in ROUTER_LAYOUTS}
-PAIRS = (("z_loss", "seq_aux_loss"), ("aux_loss", "global_aux_loss"))
-ROUTER_RUNS |= {f"mistakes {n}": (EP2, wrong) for n, wrong in enumerate(PAIRS)}
-
-
-def router_runs_on_rank(rank: int) -> dict[str, tuple[list[RowResult], Setting]]:
-    found, truth = {}, functools.cache(lambda *key: truth_of_router_losses(ragged_samples(), *key))
-    selftest_steps.truth_of_router_losses, selftest_steps.truths_of = lambda samples, *key: truth(*key), lambda *_: {}
-    all_rows = [row for row in table(lambda case: False) if row.case is None]
-    for run, (asked, wrong) in ROUTER_RUNS.items():
-        # Each pair of mistakes is looked for under one of the two contracts.
-        is_per_token = None if not wrong else wrong != PAIRS[0]
-        rows = [row for row in all_rows if row.is_probe or is_per_token in (None, row.name.endswith("per-token"))]
-        changed, settings = dict(router_losses._EXACT), []
-        for name in wrong:
-            method, mistake, _ = ROUTER_MISTAKES[name]
-            changed[method] = functools.partial(mistake, changed[method])
-        with mock.patch.object(router_losses, "_EXACT", changed):
-            bench = WholeSteps(asked, 2, has_experts=True)
-            found[run] = list(run_selftest(bench, settings.append, rows=rows)), settings[0]
-    return found
-
-
-@pytest.fixture(scope="module")
-def of_routers(shared):
-    return shared("test_selftest routers", lambda: run_ranks(router_runs_on_rank, 2)[0])
-
-
-@megatron
-@pytest.mark.parametrize("asked", ROUTER_LAYOUTS, ids=str)
-def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(of_routers, asked):
-    """FB-97: against one process in float64, which shares no code with them. Two are said to depend on the cut."""
-    (_, *rows), setting = of_routers[str(asked)]
-    if asked.expert > 1:
-        of_experts, *rows = rows
-        assert of_experts.name == "schedule probe, experts" and of_experts.ratio == pytest.approx(1, abs=1e-5)
-    losses = [name for name in ROUTER_MISTAKES if not (asked.packed and name == "seq_aux_loss")]
-    assert [row.name for row in rows] == [f"{name} of routers, exact{per}" for per in ("", ", per-token") for name in losses]
-    assert all(row.passed and 1e-9 < row.gradient_error < 2e-6 and row.loss_error == 0 for row in rows), rows
-    assert set(setting.cuts) == {"aux_loss", "global_aux_loss"} and all(off > 0.1 for _, off in setting.cuts.values())
-    assert any(text.startswith("seq_aux_loss with packed rows") for text in setting.left_out) == asked.packed
-
-
-@megatron
-@pytest.mark.parametrize("run", [name for name, (_, wrong) in ROUTER_RUNS.items() if wrong])
-def test_a_mistake_in_an_auxiliary_loss_fails_its_row_alone(of_routers, run):
-    (_, _, *rows), _ = of_routers[run]
-    for row, name in zip(rows, ROUTER_MISTAKES, strict=True):
-        assert row.passed == (name not in ROUTER_RUNS[run][1]) and row.name.startswith(name), row
-        assert row.passed or row.cause.startswith(ROUTER_MISTAKES[name][2]), row
-
-
-ROW_OF_Z_LOSS = row_of_router_loss("z_loss", is_per_token=False)
-
-
-def test_an_auxiliary_loss_is_held_to_the_leaves_of_routers_and_of_experts():
-    """Of a gradient of norm 1000 the router's part is 0.1 and off by 1e-3 of itself: the whole is off by 1e-7."""
-    names = ["a", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.0.linear_fc1.weight"]
-    truth = {name: torch.tensor([size]).double() for name, size in zip(names, (1000.0, 0.1, 0.2), strict=True)}
-    for wrong, leaves in ((names[1], "routers"), (names[2], "experts"), (None, None)):
-        shards = {name: Shard(None, 0, 1, value * (1.001 if name == wrong else 1.0)) for name, value in truth.items()}
-        model = mock.Mock(groups=ParallelGroups())
-        model.step.return_value = RankStep(0.0, [shards], None, {}, {})
-        expected = RouterTruth([], {"z_loss": Truth(0.0, 1.0, truth)}, {})
-        row = result_of(ROW_OF_Z_LOSS, compare_router_loss(model, "z_loss", expected), {"dp": 2})
-        assert row.passed == (wrong is None)
-        assert row.passed or row.cause == f"leaves of {leaves}: gradient is 1.001 of expected"
-
-
-@megatron
-def test_the_last_lines_have_the_cuts_without_a_verdict_and_count_the_rows_that_fail(of_ranks):
-    """The mistake leaves the probe of the schedule alone."""
-    rows, setting = of_ranks[0]["FB-21 1/cp"]
-    assert [row.passed for row in rows] == [True, False, False, False]
-    assert command.closing(setting, rows, 1.0).splitlines()[-1] == "FAIL: 3 of 4 rows fail, 1.0 s"
-    layout = Layout(data=2, num_microbatches=3)
-    alone = mock.Mock(left_out=(), cuts={"aux_loss": (1.25, 0.5)}, layout=layout, model="", megatron_version=None)
-    cut, verdict = command.closing(alone, [RowResult("one", True)], 1.0).splitlines()
-    assert cut.startswith("cut: the gradient of aux_loss in 3 micro-batches on each of 2 data-parallel ranks is x 1.25 as long as")
-    assert cut.endswith(" in one, and off by 0.5") and verdict == "PASS: 1 of 1 rows of the losses alone, 1.0 s"
-
-
 def guarded_on_rank(rank: int, does: dict):
-    """What `does` says of this rank: an error that its row raises, "waits" for rank 1, "dies"; or nothing, a row that passes."""
-    import torch.distributed as dist
+    """What `does` says of this rank: an error that its row raises; or nothing, a row that passes."""
 
-    selftest.SECONDS_FOR_THE_OTHERS = 0.3
-
-    def row():
-        if does.get(rank) == "dies":
-            os._exit(9)
-        if does.get(rank) == "waits":
-            dist.recv(torch.zeros(1), src=1, group=dist.group.WORLD)
+    def measure(row):
         if rank in does:
             raise ValueError(does[rank])
-        return RowResult("a row", True)
+        return 1.0
 
-    return selftest.guarded("a row", dist.group.WORLD, row), selftest.gather_texts(["", "µ"][rank], dist.group.WORLD)
+    return selftest.guarded(selftest.PROBES[0], SimpleNamespace(measure=measure), {})
+
+
+def waits_on_rank(rank: int) -> None:
+    """Rank 0 waits for one that has failed."""
+    import torch.distributed as dist
+
+    def measure(row):
+        if rank:
+            raise ValueError("rank 1 is out")
+        dist.recv(torch.zeros(1), src=1, group=dist.group.WORLD)
+
+    selftest.SECONDS_FOR_A_ROW = 1.0
+    selftest.guarded(selftest.PROBES[0], SimpleNamespace(measure=measure), {})
 
 
 def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
-    """Catches a selftest that hangs where others wait for a rank that failed. Texts of all ranks travel without numpy."""
+    """Catches a selftest that hangs where others wait for a rank that failed."""
     with RankPool(2, use_megatron=False) as pool:
         both, one = {0: "rank 0 cannot", 1: "rank 1 cannot"}, {1: "rank 1 cannot"}
         for does, cause in ((both, "all ranks: ValueError: rank 0 cannot"), (one, "ranks 1: ValueError: rank 1 cannot"), ({}, "")):
-            assert pool.run(guarded_on_rank, does) == [(RowResult("a row", not cause, cause=cause), ["", "µ"])] * 2
-        with pytest.raises(RankError, match="rank 1: ended without an answer, exit code 1"):
-            pool.run(guarded_on_rank, {0: "waits", 1: "rank 1 is out"})
-        assert "rank 1: a row: ValueError: rank 1 is out; the other ranks wait for this one" in capfd.readouterr().err
-        with pytest.raises(RankError):
-            pool.run(guarded_on_rank, {1: "dies"})
+            ratio = None if cause else 1.0
+            assert pool.run(guarded_on_rank, does) == [RowResult("schedule probe", not cause, ratio, cause=cause)] * 2
+        with pytest.raises(RankError, match="ended without an answer"):
+            pool.run(waits_on_rank)
     said = capfd.readouterr().err
-    assert "megatron_rl selftest: FAIL: rank 0: a row: " in said and said.rstrip().endswith("; another rank has ended")
-    assert "Traceback" not in said
+    assert "rank 1: schedule probe: ValueError: rank 1 is out" in said and "in measure" in said, "where rank 0 waits"
 
 
 CAUSES_BY_HAND = [
@@ -325,45 +217,22 @@ CAUSES_BY_HAND = [
     pytest.param(2.0, {"cp": 2, "tp": 2}, "= cp or tp: ", id="two sizes that are alike"),
     pytest.param(1 / 113, {"tokens": 113}, "= 1/tokens: the step's tokens divide twice", id="a count"),
     pytest.param(0.7, {"cp": 2, "dp": 2, "micro-batches": 3}, "", id="nothing"),
-    pytest.param(
-        1 / 12,
-        {"cp": 2, "dp": 2, "micro-batches": 3},
-        "= 1/(dp x cp x micro-batches): the mean that DDP takes over data- and "
-        "context-parallel ranks is left in; and the schedule's mean over micro-batches is left in",
-        id="no scale at all",
-    ),
-    pytest.param(2 / 3, {"cp": 2, "micro-batches": 3}, "= cp/(micro-batches): each context-parallel rank counts", id="cp/M"),
-    pytest.param(
-        1 / 6,
-        {"dp": 2, "micro-batches": 3, "prompts": 6},
-        "= 1/prompts: the step's prompts divide twice; or = 1/(dp x micro-batches): ",
-        id="a count that is a product too",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("ratio", "sizes", "expected"), CAUSES_BY_HAND)
-def test_a_ratio_is_called_by_the_sizes_that_it_is_made_of(ratio, sizes, expected):
-    """A loss that is returned without its scale is off by several factors at once."""
+def test_a_ratio_is_called_by_the_size_that_it_is(ratio, sizes, expected):
     said = cause_of_gradient(ratio, 0.0, sizes)
     assert said.startswith(f"gradient is {ratio:.6g} of expected {expected}".rstrip())
     assert expected or said == f"gradient is {ratio:.6g} of expected"
 
 
-def test_products_of_sizes_that_are_alike_are_all_named():
-    said = cause_of_gradient(1 / 6, 0.0, {"cp": 2, "dp": 2, "micro-batches": 3}).partition(" of expected = ")[2]
-    assert set(said.partition(":")[0].split(" or ")) == {"1/(cp x micro-batches)", "1/(dp x micro-batches)"}
-    assert said.endswith("several factors at once")
-
-
 def test_every_size_that_a_row_names_has_a_cause_and_micro_batches_are_no_other_size():
     """Otherwise 1/2 could be cp or micro-batches."""
     sizes = named_sizes(complete_layout(Layout(context=2), 4), ragged_samples())
-    assert set(sizes) == set(CAUSES) - {"ep", "rows"} and factor_names(1 / 3, sizes) == ["1/(micro-batches)"]
+    assert set(sizes) == set(CAUSES) and factor_names(1 / 3, sizes) == ["1/(micro-batches)"]
     layout = complete_layout(Layout(context=2, pipeline=3), 24)
     assert (layout.data, layout.num_microbatches) == (4, 5)
-    of_experts = complete_layout(Layout(context=2, expert=2), 4, has_experts=True)
-    assert set(named_sizes(of_experts, ragged_samples(), rows=8)) == set(CAUSES)
 
 
 def found(gradient: torch.Tensor, loss: float = 2.0) -> RankStep:
@@ -430,7 +299,7 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
 def test_every_loss_aggregation_head_and_backend_has_a_row():
     few = [{getattr(case, name) for case in FIFTH} for name in ("policy_loss", "aggregation", "head")]
     assert list(map(len, few)) == [len(CLIPS), len(AGGREGATIONS), 2], "a command's tests run each once"
-    rows = table(lambda case: True)
+    rows = table()
     cases = [row.case for row in rows if row.case is not None]
     assert len(cases) == 2 * ROWS + len(per_token_cases()) + len(own_group_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
     assert len({row.name for row in rows}) == len(rows)
@@ -440,27 +309,12 @@ def test_every_loss_aggregation_head_and_backend_has_a_row():
 
 
 def test_what_of_triton_is_left_out_is_said(monkeypatch):
-    """On a CPU its rows take seconds, interpreted: one of each loss on each head, and only where it was asked for."""
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-
-    def here(device, interprets=False):
-        runs_triton, left_out = triton_here(device, interprets=interprets)
-        return [case for case in cases_of(Backend.TRITON) if runs_triton(case)], left_out
-
-    monkeypatch.setattr(selftest_table, "why_triton_is_missing", lambda: None)
-    monkeypatch.setattr(selftest_table, "is_interpreted", lambda: True)
-    few, text = here(cpu, interprets=True)
-    assert len({(case.policy_loss, case.head, case.term) for case in few}) == len(few) == 2 * (len(CLIPS) + 1)
-    assert text.startswith(f"Triton: all but {len(few)} of {ROWS} rows, which its interpreter ran")
-    rows, text = here(cpu)
-    assert rows == [] and text.endswith("; --interpret-triton runs a few rows in its interpreter")
-    with pytest.raises(ConfigError, match="--interpret-triton is for ranks without CUDA"):
-        here(cuda, interprets=True)
-    assert len(here(cuda)[0]) == ROWS and here(cuda)[1] is None
-    monkeypatch.setattr(selftest_table, "is_interpreted", lambda: False)
-    assert here(cpu, interprets=True)[1] == "Triton: it was imported before --interpret-triton could ask for its interpreter"
-    monkeypatch.setattr(selftest_table, "why_triton_is_missing", lambda: "ImportError: x")
-    assert here(cuda) == ([], "Triton: ImportError: x")
+    """On a CPU its rows would take seconds each, interpreted."""
+    monkeypatch.setattr(selftest, "why_triton_is_missing", lambda: None)
+    assert selftest.without_triton(torch.device("cpu")) == "its kernels need CUDA, and the ranks are on the CPU"
+    assert selftest.without_triton(torch.device("cuda")) is None
+    monkeypatch.setattr(selftest, "why_triton_is_missing", lambda: "ImportError: x")
+    assert selftest.without_triton(torch.device("cuda")) == "ImportError: x"
 
 
 @pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)
@@ -474,8 +328,8 @@ def test_the_model_fits_any_layout(asked):
 def test_a_layout_that_the_ranks_do_not_give_is_refused():
     command = "torchrun --nproc-per-node 2 -m megatron_rl selftest"
     refused = {
-        Layout(context=2): f"1 rank does not divide into model replicas of 2 .*{command}",
-        Layout(tensor=0): "--tensor-model-parallel-size 0 must be at least 1",
+        Layout(context=2): f"--context-parallel-size 2 .* must divide 1 rank: start a multiple of 2, as in {command}",
+        Layout(tensor=0): "--tensor-model-parallel-size 0 x .* must divide 1 rank",
         Layout(sequence_parallel=True): "--sequence-parallel does nothing with --tensor-model-parallel-size 1",
     }
     for asked, message in refused.items():
@@ -490,7 +344,7 @@ def test_tf32_is_turned_off_or_refused(monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     monkeypatch.setattr(type(torch.backends.cuda.matmul), "__getattr__", lambda self, name: True)
     with pytest.raises(ConfigError, match="TF32"):
-        selftest_bench.refuse_tf32(torch.device("cuda"))
+        selftest.refuse_tf32(torch.device("cuda"))
     assert asked == ["highest"] and "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in os.environ
 
 
@@ -501,16 +355,22 @@ def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):
         check_megatron()
 
 
+def test_without_megatron_the_fixture_is_named(monkeypatch):
+    monkeypatch.setattr(selftest, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"which is not installed: .*fixture assert_layout_invariant"):
+        check_megatron()
+
+
 def test_rows_are_chosen_by_their_names():
-    rows = table(lambda case: False)
-    probes, found = rows[:2], Choice("grpo", ("token_mean, logits", "fused head, torch, KL")).of(rows)
+    rows = table()
+    probes, found = rows[:2], chosen(rows, "grpo", texts=("token_mean, logits", "fused head, torch, KL"))
     assert found[:2] == probes and {row.case.policy_loss for row in found[2:]} == {"grpo"}
     assert {row.case.head for row in found[2:]} == {"logits", FUSED}
     assert all("token_mean, logits" in row.name or "fused head, torch, KL" in row.name for row in found[2:])
-    assert Choice().of(rows) == rows and Choice(None, ("z_loss",)).of(rows)[2].case is None
-    assert Choice(None, ("schedule",)).of(rows) == probes
+    assert chosen(rows) == rows and chosen(rows, texts=("schedule",)) == probes
+    assert {row.case.aggregation for row in chosen(rows, aggregation="constant")[2:]} == {"constant"}
     with pytest.raises(ConfigError, match="--row 'tritn': no row has that in its name"):
-        Choice(None, ("tritn",)).of(rows)
+        chosen(rows, texts=("tritn",))
 
 
 def test_the_figures_of_a_long_name_stay_in_their_columns():
@@ -521,6 +381,127 @@ def test_the_figures_of_a_long_name_stay_in_their_columns():
     assert second.index("x  1.0") == short.index("x  1.0") and len(second) == len(short)
 
 
+OWN_LOSSES = """
+from megatron_rl import LossValue, bounded_exp, register_policy_loss
+
+@register_policy_loss("right")
+def right(log_ratio, advantages, log_probs):
+    return -bounded_exp(log_ratio).detach() * advantages * log_probs
+
+@register_policy_loss("wrong")
+def wrong(log_ratio, advantages):
+    return LossValue(-bounded_exp(log_ratio) * advantages, derivative=-advantages)
+
+@register_policy_loss("needy", needs=("rollout_log_probs",))
+def needy(log_ratio, advantages, *, rollout_log_probs):
+    return -log_ratio * advantages * rollout_log_probs.exp()
+"""
+
+
+def command_on_mine(*arguments: str) -> tuple[int | None, str, str]:
+    """`megatron-rl selftest` in a fork that imports this package anew."""
+
+    def command() -> int:
+        os.environ.update(CPU)
+        forget("mine")
+        return import_module("megatron_rl.__main__").main(["selftest", *arguments])
+
+    import_megatron()
+    return forked(command)
+
+
+def rows_of_mine(text: str, code: int, says: str, *flags: str) -> list[str]:
+    """The rows of a selftest in a folder where mine.py has this text; without those of the probe."""
+    Path("mine.py").write_text(text)
+    found, out, error = command_on_mine(*flags)
+    assert found == code and says in out + error, out + error
+    return [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  ")) and "probe" not in line]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A user types the command in the folder of his file, as `train` finds it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@megatron
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        pytest.param("right", 0, "PASS: 15 of 15 rows, ", id="its function on one process is the reference"),
+        pytest.param("wrong", 2, "returns a derivative that its value does not have", id="a wrong derivative"),
+        pytest.param("needy", 2, "needs rollout_log_probs, which the samples", id="what the step has not"),
+    ],
+)
+def test_a_loss_of_ones_own_has_rows_of_its_own(folder, name, code, says):
+    rows = rows_of_mine(OWN_LOSSES, code, says, "--policy-loss", f"mine.{name}")
+    assert all(f"mine.{name} " in row for row in rows) and (rows or code == 2)
+
+
+OWN_AGGREGATIONS = """
+from megatron_rl import register_loss_aggregation
+
+def declared(name, **fields):
+    return register_loss_aggregation(name, source="a test", **fields)
+
+@declared("root", formula="1 / (N m_i^0.5)")
+def root(token_counts, totals, *, prompt_token_counts, divisor):
+    return 1 / (totals.num_samples * token_counts.sqrt())
+
+@declared("off", formula="1 / (N m_i^0.5)")
+def off(token_counts, totals, *, prompt_token_counts, divisor):
+    return 1 / (totals.num_samples * token_counts)
+
+@declared("mute")
+def mute(token_counts, totals, *, prompt_token_counts, divisor):
+    return 1 / (totals.num_samples * token_counts)
+"""
+
+
+@megatron
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        pytest.param("root", 0, " root, logits, torch ", id="its function is its formula"),
+        pytest.param("off", 1, "and its formula 1/(N m_i^0.5) gives", id="another function than its formula"),
+        pytest.param("mute", 2, "declares no formula", id="without a formula"),
+    ],
+)
+def test_an_aggregation_of_ones_own_has_rows_of_its_own(folder, name, code, says):
+    rows = rows_of_mine(OWN_AGGREGATIONS, code, says, "--policy-loss", "grpo", "--loss-aggregation", f"mine.{name}")
+    assert all(f"grpo {name}, " in row for row in rows) and (rows or code == 2)
+
+
+OWN_ESTIMATORS = """
+from megatron_rl import KLValue, register_kl_estimator
+
+@register_kl_estimator("squared")
+def squared(log_probs, ref_log_probs):
+    return (log_probs - ref_log_probs) ** 2
+
+@register_kl_estimator("doubled")
+def doubled(log_probs, ref_log_probs):
+    difference = log_probs - ref_log_probs
+    return KLValue(difference, 2 + 0 * difference)
+"""
+
+
+@megatron
+@pytest.mark.parametrize(
+    ("name", "others", "code", "says"),
+    [
+        pytest.param("mine.squared", (), 0, "PASS: 11 of 11 rows", id="each aggregation and head"),
+        pytest.param("mine.doubled", (), 2, "kl_estimator=doubled returns a derivative", id="a wrong derivative"),
+        pytest.param("k2", ("--model-like", "gpt-oss"), 2, "gpt-oss has rows of its own: remove it", id="a model of the field"),
+    ],
+)
+def test_a_kl_estimator_has_rows_of_its_own(folder, name, others, code, says):
+    rows = rows_of_mine(OWN_ESTIMATORS, code, says, "--policy-loss", "grpo", "--kl-estimator", name, *others)
+    assert all(row.split("  x ")[0].rstrip().endswith(f", torch, KL {name.removeprefix('mine.')}") for row in rows)
+    assert rows or code == 2
+
+
 @megatron
 def test_one_process_without_torchrun(tmp_path):
     """Also the JSON: lines on standard output, whatever Megatron prints. A fork of this process, which saves the imports."""
@@ -529,7 +510,7 @@ def test_one_process_without_torchrun(tmp_path):
         os.dup2(os.open(tmp_path / "stdout", os.O_CREAT | os.O_WRONLY), 1)
         sys.stdout = open(1, "w", closefd=False)
         fifth = rows_of([*FIFTH, *per_token_cases()[::5]])
-        selftest.table = lambda runs_triton: fifth
+        selftest.table = lambda kl_estimator: fifth
         sys.exit(main(["selftest", "--json"]))
 
     import_megatron()

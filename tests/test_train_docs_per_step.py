@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
+import os
 import shutil
 import signal
 import threading
@@ -17,21 +16,20 @@ import trainer_cases as shared
 from helpers import error_of, pool_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run, wait_until
+from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run
 
 from megatron_rl.accumulation import Deal
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
-from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import with_ref_log_probs
-from megatron_rl.train.document_steps import DocumentSteps, Done, done_after, size_of_steps, stream_of_rank
+from megatron_rl.train.document_steps import DocumentSteps, size_of_steps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample
+from megatron_rl.train.writers import MetricsWriter
 
 pytestmark = pytest.mark.megatron
 imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # fixtures of each test here too
@@ -85,7 +83,7 @@ pool = pool_of(4)
 # The command
 
 REPLAY = "--policy-loss gspo --loss-aggregation prompt_mean --samples-per-prompt 4 --policy-metrics with_entropy --watchdog off"
-SMALL = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --output-dir out"
+SMALL = f"{REPLAY} --hidden-size 32 --no-tensorboard --output-dir out"
 
 
 def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path, ragged):
@@ -99,7 +97,7 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
     assert len({row["num_tokens"] for row in rows}) > 3 and "policy/entropy" in rows[0]
     assert shared.unlike_metrics(shared.metrics_of("out"), rows) == []
     assert "recorded rollouts, 8 documents a step" in one.output()
-    assert "on 1 data-parallel rank micro-batches of 2 and prompt groups of 4 end together every 4 documents" in one.output()
+    assert "prompt groups of 1 data-parallel ranks end together every 4 documents" in one.output()
     assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
     assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
     assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
@@ -107,20 +105,17 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
     assert rows[0]["rollout/response_length"] == pytest.approx(sum(sum(group) for group in RAGGED[0][:2]) / 8)
 
 
-def test_the_watchdog_sees_lengths_and_groups_of_a_file(pool, tmp_path):
-    """Two ranks, steps of two prompts. From the third step on, responses have a tenth of the length, and one prompt of two has no
-    signal. The reward falls with the length, so it is not the best of the run."""
-    for index in range(24):
-        batch = make_batch(index, [[40 if index < 2 else 4] * GROUP] * 2)
+def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks(pool, tmp_path):
+    """Two ranks, steps of two prompts, of which one has no signal from the third step on."""
+    for index in range(4):
+        batch = make_batch(index, [[40 if index < 2 else 4] * GROUP, [20] * GROUP])
         silent = [replace(sample, advantage=0.0) if sample.prompt_id == "p1" else sample for sample in batch.samples]
         save_rollouts(tmp_path / "r.jsonl", replace(batch, samples=silent if index > 1 else batch.samples))
-    config = replace(CONFIG, watchdog="raise")
     options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
-    answers = pool.run(refused_on_rank, tmp_path / "out", config, options, world_size=2)
-    assert all("responses have 4 tokens on average and had 40" in error for error, _ in answers), answers
+    pool.run(run_on_rank, tmp_path / "out", CONFIG, options, world_size=2)
     rows = shared.metrics_of(tmp_path / "out")
-    assert [row["rollout/response_length"] for row in rows] == [40.0] * 2 + [4.0] * 20
-    assert [row["rollout/groups_without_signal"] for row in rows] == [0.0] * 2 + [0.5] * 20
+    assert [row["rollout/response_length"] for row in rows] == [30.0] * 2 + [12.0] * 2
+    assert [row["rollout/groups_without_signal"] for row in rows] == [0.0] * 2 + [0.5] * 2
 
 
 def steps_of_a_rollout_on_rank(rank, cases):
@@ -153,91 +148,48 @@ def test_the_size_of_a_step_is_the_one_that_is_announced(pool, dp_size):
         assert set(sizes[:-1]) <= {announced} and sizes[-1] <= announced and sizes[0] == announced, (case, sizes, announced)
         assert sum(sizes) == case[0] * case[1] and bool(lines) == (announced != case[3])
     if dp_size == 2:
-        says = "--docs-per-step 20 makes steps of 48 documents: on 2 data-parallel ranks micro-batches of 3 and prompt groups of 8"
-        assert found[0][1] == (48, [f"{says} end together every 48 documents"])
-
-
-KILLER = """
-import os
-class Killer:
-    def add_scalar(self, name, value, step):
-        if step >= int(os.environ["KILLED_AT"]):
-            os.kill(os.getpid(), int(os.environ["KILLED_BY"]))
-def make(output_dir):
-    return Killer()
-"""
+        size, [line] = found[0][1]
+        assert size == 48 and line.startswith("--docs-per-step 20 makes steps of 48 documents: ")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(imported_megatron, ragged, tmp_path_factory):
     """Arguments of a run of two data-parallel ranks and its metrics. Nine steps, but for the last of 9 documents and more."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    arguments = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --rollouts {ragged} --docs-per-step 6 --micro-batch-size 3"
+    arguments = f"{REPLAY} --hidden-size 32 --no-tensorboard --rollouts {ragged} --docs-per-step 6 --micro-batch-size 3"
     arguments += " --save-interval 4"  # one checkpoint on the way
     run(f"{arguments} --output-dir {folder}/out", folder / "logs", num_ranks=2)
     return arguments, shared.metrics_of(folder / "out")
 
 
-def stopped_after_a_step(expected: list[dict], step: int, by: signal.Signals, arguments: str, folder: Path, monkeypatch) -> Command:
-    """A run of two ranks whose first rank alone gets the signal, amid the row of a step."""
-    (folder / "killer.py").write_text(KILLER)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("KILLED_AT", str(expected[step - 1]["documents_seen"]))
-    monkeypatch.setenv("KILLED_BY", str(int(by)))
-    arguments += " --output-dir out --metrics-writer killer.make --x-axis documents_seen"
-    return Command(arguments, folder / "logs", num_ranks=2)
+def stopped_after_a_step(step: int, by: signal.Signals, arguments: str, folder: Path, monkeypatch) -> Command:
+    """A run of two ranks whose first rank alone gets the signal, when the row of a step is written."""
+    write = MetricsWriter.write
 
+    def write_and_stop(self, at, metrics):
+        write(self, at, metrics)
+        if at >= step:
+            os.kill(os.getpid(), by)
 
-def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, uninterrupted):
-    """FB-90: SIGKILL of rank 0 when the row of a step is written and the next step is being read; the checkpoint is inside a
-    rollout. On the same ranks the metrics file continues to the last bit; on others every document is trained on once, and
-    counted."""
-    from megatron.core.dist_checkpointing import load_common_state_dict
-
-    arguments, expected = uninterrupted
-    killed = stopped_after_a_step(expected, 6, signal.SIGKILL, arguments, tmp_path, monkeypatch)
-    wait_until(lambda: not killed.ranks[0].is_alive())
-    killed.kill_all()
-    assert killed.ranks[0].exitcode == -signal.SIGKILL, killed.output()
-    saved = latest_step(Path("out"))
-    assert saved == 3 and len(shared.metrics_of("out")) == 6
-    counters = load_common_state_dict(str(checkpoints.latest_checkpoint(Path("out/checkpoints"))))["counters"]
-    assert counters["progress"]["samples_seen"] == counters["stream"]["accumulator"]["num_documents"]
-    assert counters["progress"]["samples_seen"] == expected[saved - 1]["documents_seen"]
-    without_the_flag = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")
-    assert without_the_flag.wait() == [2] and "add --docs-per-step" in without_the_flag.output()
-    for num_ranks in (1, 2):
-        shutil.copytree("out", f"out{num_ranks}")
-        run(f"{arguments} --output-dir out{num_ranks} --resume", tmp_path / "logs", num_ranks=num_ranks)
-        rows = shared.metrics_of(f"out{num_ranks}")
-        assert rows == expected or num_ranks == 1
-        assert rows[:saved] == expected[:saved]
-        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-        assert list(itertools.accumulate(row["num_documents"] for row in rows)) == [row["documents_seen"] for row in rows]
-        for name in ("documents_seen", "prompts_seen", "tokens_seen"):
-            assert rows[-1][name] == expected[-1][name]
-        assert rows[-1]["documents_seen"] == NUM_DOCUMENTS
+    with monkeypatch.context() as in_the_forks:
+        in_the_forks.setattr(MetricsWriter, "write", write_and_stop)
+        return Command(f"{arguments} --output-dir out", folder / "logs", num_ranks=2)
 
 
 def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_path, monkeypatch, uninterrupted):
     """FB-89, FB-90: it arrives while the next step is read ahead on both: nobody waits for a round that does not come."""
     arguments, expected = uninterrupted
-    stopped = stopped_after_a_step(expected, 4, signal.SIGTERM, arguments, tmp_path, monkeypatch)
+    stopped = stopped_after_a_step(4, signal.SIGTERM, arguments, tmp_path, monkeypatch)
     assert stopped.wait() == [143, 143], stopped.output()
     assert shared.metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
+    without_the_flag = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")
+    assert without_the_flag.wait() == [2] and "add --docs-per-step" in without_the_flag.output()
+    on_one_rank = Command(f"{arguments} --output-dir out --resume", tmp_path / "logs")
+    assert on_one_rank.wait() == [2]
+    dealt = "in a file that was dealt to 2 data-parallel ranks in micro-batches of 3, and this run has 1 and 3"
+    assert f"ConfigError: the checkpoint is {dealt}: resume with the former" in on_one_rank.output()
     run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=2)
     assert shared.metrics_of("out") == expected
-
-
-def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, ragged):
-    """FB-89: an error, and no wait for documents that do not come."""
-    arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 16 --micro-batch-size 1 --max-microbatches 3"
-    command = Command(arguments, tmp_path / "logs", num_ranks=2)
-    assert command.wait() == [1, 1]
-    for rank in (0, 1):
-        text = command.output(rank=rank)
-        assert "raise --micro-batch-size" in text and "--max-microbatches" in text and "docs_per_step=16 has 6 documents" in text
-    assert shared.metrics_of("out") == []
 
 
 @pytest.mark.parametrize("docs_per_step", [8, 24])
@@ -282,8 +234,8 @@ def run_on_rank(rank, output_dir, config, options, resume=False):
 
 
 def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
-    """The next step is being read when the target is reached: a thread in a group of ranks that is destroyed would abort them."""
-    options = {"rollouts": str(ragged), "micro_batch_size": 2, "target_reward": 0.0, "target_reward_window": 1}
+    """The next step is being read when the time is over: a thread in a group of ranks that is destroyed would abort them."""
+    options = {"rollouts": str(ragged), "micro_batch_size": 2, "max_seconds": 1e-9}
     for progress, _, threads in pool.run(run_on_rank, tmp_path, CONFIG, options, world_size=2):
         assert progress.num_steps == 1 and "docs-per-step" not in threads
 
@@ -291,12 +243,10 @@ def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
 def steps_on_rank(rank, path, config, micro_batch_size):
     """Trains on a file; (of each step: this rank's documents, sizes of micro-batches, metrics), weights, the data-parallel rank."""
     trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
-    options = TrainOptions(micro_batch_size=micro_batch_size)
+    options = TrainOptions(micro_batch_size=micro_batch_size, rollouts=path)
     found = []
     with DocumentSteps(trainer, options, config) as documents:
-        for step in documents.of_file(
-            ReplayedRollouts(path, ReplayRules(vocab_size=VOCABULARY), first=0), first_rollout=0, state=None
-        ):
+        for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
             metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
             found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()
@@ -427,11 +377,11 @@ def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
 
 def test_prompt_groups_stay_whole_and_their_names_apart():
     """One prompt asked in two rollouts is two groups. A micro-batch of unset size is a group; no rollout's end cuts one."""
-    first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), Deal(2, 3), Done(), rank)) for rank in (0, 1))
+    first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), Deal(2, 3), rank)) for rank in (0, 1))
     assert [[sample.place for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
     assert [[sample.place for sample in part] for part in second] == [[(0, 2), (0, 3)]]
     assert [sample.prompt_id for part in first for sample in part] == ["0/p0", "0/p0", "1/p0", "1/p0"]
-    stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), Deal(1, None), Done(), 0)
+    stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), Deal(1, None), 0)
     assert [len(part) for part in stream] == [2, 3, 1, 2, 4]
 
 
@@ -439,28 +389,11 @@ ROLLOUTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_siz
 DEALS = st.builds(Deal, st.integers(1, 4), st.none() | st.integers(1, 5))
 
 
-@given(sizes=ROLLOUTS, deals=st.lists(DEALS, min_size=1, max_size=3), data=st.data())
-def test_any_chain_of_layouts_trains_on_every_document_once(sizes, deals, data):
-    """FB-90: each layout takes some of the stream and the next one the rest: another number of ranks, other micro-batches."""
+@given(sizes=ROLLOUTS, deal=DEALS)
+def test_the_streams_of_all_ranks_have_every_document_once_and_each_prompt_group_on_one_rank(sizes, deal):
     batches = numbered_batches(sizes)
+    streams = [[s for part in stream_of_rank(batches, deal, rank) for s in part] for rank in range(deal.dp_size)]
     everything = sorted((index, number) for index, batch in enumerate(batches) for number in range(len(batch.samples)))
-    done, found = Done(), []
-    for leg, deal in enumerate(deals):
-        streams = [list(stream_of_rank(batches, deal, done, rank)) for rank in range(deal.dp_size)]
-        groups = [[sample.prompt_id for part in stream for sample in part] for stream in streams]
-        assert len({name for names in groups for name in names}) == sum(len(set(names)) for names in groups)
-        is_last = leg == len(deals) - 1
-        positions = [len(stream) if is_last else data.draw(st.integers(0, len(stream))) for stream in streams]
-        taken = (part for stream, end in zip(streams, positions, strict=True) for part in stream[:end])
-        found += [sample.place for part in taken for sample in part]
-        done = Done.from_lists(json.loads(json.dumps(done_after(batches, deal, done, positions).as_lists())))
-        assert sorted(found) == [place for place in everything if place[0] < done.num_rollouts or place in done.samples]
-    assert sorted(found) == everything
-    assert done == Done(len(batches))
-
-
-def test_what_is_done_is_not_listed_sample_by_sample_and_is_in_the_file():
-    """Catches a list in the checkpoint that grows with the file, and a file that ends before the place of the checkpoint."""
-    assert done_after(numbered_batches([[2], [1], [3]]), Deal(1, 1), Done(0, frozenset({(1, 0)})), [2]) == Done(2)
-    with pytest.raises(DataError, match="^the rollout file ends 3 micro-batches before where the run stopped"):
-        done_after(numbered_batches([[2]]), Deal(1, 1), Done(), [5])
+    assert sorted(sample.place for stream in streams for sample in stream) == everything
+    groups = [{sample.prompt_id for sample in stream} for stream in streams]
+    assert len(set().union(*groups)) == sum(map(len, groups))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import peer_kills
 import psutil
 import pytest
 import test_train_command as command_line
@@ -24,7 +22,6 @@ from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.train import output_dir
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts
-from megatron_rl.train.run_lock import LOCK_FILE, RunLock
 from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
@@ -37,30 +34,25 @@ def test_the_folder_of_a_run_is_its_own_while_it_lives(tmp_path):
     """Catches rows of both runs in one file, checkpoints that the other one removes, and a folder that kill -9 left locked."""
     first = command_line.Command(f"{command_line.ENDLESS} --output-dir out", tmp_path / "first")
     wait_until(lambda: command_line.has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
-    pid = first.ranks[0].pid
     for how in ("--resume", f"--overwrite {TP2}"):
         ranks = 2 if TP2 in how else 1
         second = command_line.Command(f"{command_line.ENDLESS} --output-dir out {how}", tmp_path / "second", num_ranks=ranks)
         assert second.wait() == [2] * ranks
-        says = f"ConfigError: out is in use by another run, process {pid} on host {os.uname().nodename}, since 2"
-        assert says in second.output() and ": wait for it, end it, or name another --output-dir" in second.output()
+        says = "ConfigError: out is in use by another run: wait for it, end it, or name another --output-dir"
+        assert says in second.output()
     first.kill_all()
     steps = [row["step"] for row in metrics_of(tmp_path / "out")]
     assert steps == list(range(1, len(steps) + 1))
     more = command_line.latest_step(tmp_path / "out") // 2 + 1
-    second = command_line.run(f"{command_line.SMALL} --num-rollouts {more} --output-dir out --resume", tmp_path / "second")
-    assert f"megatron_rl: out was left in use by process {pid} on host " in second.output()
-    assert "which is gone: taken over" in second.output()
-    assert (tmp_path / "out" / LOCK_FILE).read_bytes() == b""
+    command_line.run(f"{command_line.SMALL} --num-rollouts {more} --output-dir out --resume", tmp_path / "second")
 
 
 def test_a_folder_that_another_run_filled_meanwhile_is_looked_at_again(tmp_path):
     """Two jobs started together: the second gets the lock when the first has ended, and must not take its results for nothing."""
     command_line.make_run(tmp_path / "out")
-    lock = RunLock()
+    options = TrainOptions(output_dir=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="--output-dir .*out holds a run; --resume goes on"):
-        output_dir.take_output_dir(lock, TrainOptions(output_dir=str(tmp_path / "out")))
-    lock.release()
+        output_dir.take_output_dir(output_dir.lock_of(options), options)
     assert command_line.has_saved(tmp_path / "out")
 
 
@@ -87,9 +79,9 @@ def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(t
     options, task = TrainOptions(output_dir=str(tmp_path / "out"), resume=True), make_task("repeat")
     assert output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a") == []
     [line] = output_dir.prepare_output_dir(options, task, resume_step=4, run_id="a")
-    assert "holds no rows of steps 3 to 4, which the checkpoint was trained on" in line
+    assert "holds no rows of 2 steps, 3 to 4, which the checkpoint was trained on" in line
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}\n')
-    with pytest.raises(DataError, match="line 2: step: 1 follows 1"):
+    with pytest.raises(DataError, match="line 2: step: 1 must be a whole number above 1"):
         output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a")
 
 
@@ -101,7 +93,7 @@ def test_a_resumed_run_does_not_go_on_in_the_rollouts_of_another(tmp_path):
     before = Path("a.jsonl").read_bytes()
     for line in (f"{flags} a.jsonl --output-dir b --resume", f"{flags} a.jsonl --output-dir c --load b"):
         refused = command_line.Command(line.replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
-        assert refused.wait() == [2] and "--save-rollouts a.jsonl: a.jsonl holds rollouts of another run" in refused.output()
+        assert refused.wait() == [2] and "--save-rollouts a.jsonl holds rollouts of another run" in refused.output()
     assert Path("a.jsonl").read_bytes() == before and not Path("c/checkpoints").exists()
     command_line.run(f"{flags} a.jsonl --output-dir a --resume".replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
     batches = list(load_rollouts("a.jsonl"))
@@ -195,15 +187,6 @@ class SlowDisk(command_line.Command):
         super()._serve(arguments, rank, num_ranks, port)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2, a save each rollout", "ep2"])
-def test_a_rank_that_is_killed_at_any_time_is_named_by_the_others(layout, tmp_path):
-    """A few of the kills that tests/peer_kills.py makes and times; here only a hang is a failure."""
-    for seed in range(2):
-        _, _, problem = peer_kills.kill_one(layout, tmp_path / str(seed), random.Random(seed))
-        assert problem is None
-
-
 def test_a_rank_that_is_killed_while_it_saves_takes_everything_along(tmp_path):
     """Out of memory in a checkpoint: catches writers that live on, and copies of sockets that keep the other ranks waiting."""
     command = SlowDisk(f"{command_line.ENDLESS} --output-dir out {TP2}", tmp_path / "logs", 2)
@@ -216,7 +199,7 @@ def test_a_rank_that_is_killed_while_it_saves_takes_everything_along(tmp_path):
         assert processes_of_session(victim.pid) == []
         survivor.join(HANG_SECONDS)
         assert survivor.exitcode == 1, "the other rank waited for the dead one"
-        assert f"RunError: rank 1 on host {os.uname().nodename} ended" in command.output()
+        assert "RunError: another rank ended, or did not come in time: its own message says why" in command.output()
         assert processes_of_session(survivor.pid) == []
     finally:
         command.kill_all()

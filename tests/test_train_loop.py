@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,15 +17,15 @@ from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import all_gather_objects
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.metrics.further import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
 from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
 from megatron_rl.train.loop import SKIPPED_STEPS, TIMING_METRICS
 from megatron_rl.train.options import PRESETS, TrainOptions
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import load_rollouts, record_of
 from megatron_rl.train.rollouts import partition
 from megatron_rl.train.tasks import make_task
-from megatron_rl.train.writers import MAX_VIO, ROUTE_AGREEMENT
 
 pytestmark = pytest.mark.megatron
 
@@ -42,7 +43,7 @@ def run_on_rank(rank, output_dir, config, options, settings=None):
 def recorded(pool, tmp_path_factory):
     """Three rollouts of two steps, sampled on one rank: (rollout file, directory of the run)."""
     directory = tmp_path_factory.mktemp("recorded")
-    options = {"num_rollouts": 3, "save_rollouts": str(directory / "rollouts.jsonl")}
+    options = {"num_rollouts": 3, "save_rollouts": str(directory / "rollouts.jsonl"), "show_samples": 2}
     pool.run(run_on_rank, directory / "run", GSPO, options, world_size=1)
     return directory / "rollouts.jsonl", directory / "run"
 
@@ -71,6 +72,24 @@ def test_the_file_of_rollouts_holds_what_the_loss_saw(recorded):
         assert sum(sample.reward for sample in batch.samples) / 16 == pytest.approx(row["rollout/reward"])
         mean = sum(sum(sample.old_log_probs) / 4 for sample in batch.samples[:8]) / 8
         assert mean == pytest.approx(row["policy/old_logprobs"], rel=1e-5)
+    shown = [(sample.reward, sample.tokens.tolist()) for sample in batches[0].samples[:2]]
+    lines = [f"rollout 0, reward {reward:.3f}: {tokens[:-4]} -> {tokens[-4:]}" for reward, tokens in shown]
+    assert (recorded[1] / "samples.txt").read_text().splitlines() == lines
+
+
+def test_a_file_of_several_data_parallel_ranks_is_that_of_one_rank(pool, recorded, tmp_path):
+    """Written by two of them, of two stages each, then by four that replay it in micro-batches: each sample once, in its place."""
+    options = {"num_rollouts": 3, "save_rollouts": str(tmp_path / "two.jsonl")}
+    pool.run(run_on_rank, tmp_path / "two", GSPO, options, world_size=4, **{PP: 2})
+    options = {"rollouts": str(tmp_path / "two.jsonl"), "save_rollouts": str(tmp_path / "four.jsonl"), "micro_batch_size": 3}
+    pool.run(run_on_rank, tmp_path / "four", GSPO, options, world_size=4)
+    assert unlike_metrics(metrics_of(tmp_path / "four"), metrics_of(recorded[1]), relative=1e-4) == []
+    for name in ("two", "four"):
+        for found, truth in zip(load_rollouts(tmp_path / f"{name}.jsonl"), load_rollouts(recorded[0]), strict=True):
+            for mine, of_one in zip(record_of(found)["samples"], record_of(truth)["samples"], strict=True):
+                # Sums in another order on two stages; two steps of Adam lie between the rollouts.
+                assert mine.pop("old_log_probs") == pytest.approx(of_one.pop("old_log_probs"), abs=1e-4)
+                assert mine == of_one
 
 
 OF_TERMS = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=4, kl_coefficient=0.2, entropy_coefficient=0.05)
@@ -145,10 +164,10 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
         "eval/reward",
         "eval/response_length",
         *TIMING_METRICS,
-        MAX_VIO,
-        ROUTE_AGREEMENT,
+        "policy/max_vio",
+        "policy/route_agreement",
         SKIPPED_STEPS,
-        *("num_rollouts", "rollout/rows", "rollout/weight_effective_sample_size"),  # where samples have a rollout_id
+        *("num_rollouts", "rollout/rows"),  # where samples have a rollout_id
         "policy/mtp_loss",
         *("policy/selected_share", "policy/selection_threshold"),  # under --token-selection
     }
@@ -173,17 +192,19 @@ def test_headers_and_metrics_are_equal_on_all_ranks_and_samples_on_those_of_a_da
 def test_a_rollout_file_that_starts_elsewhere_is_refused(recorded, tmp_path):
     """A run that is resumed with the file of another would train on rollouts twice, or on none of the first ones."""
     (tmp_path / "r.jsonl").write_text("".join(recorded[0].read_text().splitlines(keepends=True)[1:]))
+    trainer = SimpleNamespace(route_shape=None, settings=SimpleNamespace(vocab_size=9), groups=SimpleNamespace(dp=SINGLE))
     with pytest.raises(DataError, match=r"r\.jsonl holds rollout 1 where rollout 0 is due: it was cut or edited"):
-        ReplayedRollouts(str(tmp_path / "r.jsonl"), ReplayRules(vocab_size=9), first=0).get(0)
+        ReplayedRollouts(TrainOptions(rollouts=str(tmp_path / "r.jsonl")), trainer).get(0)
 
 
 def test_a_run_that_reaches_its_target_saves_and_ends_with_0(pool, tmp_path):
-    """--target-reward over a window of two; a save after each rollout, and the last one not twice."""
-    options = {"num_rollouts": 9, "target_reward": 0.0, "target_reward_window": 2, "save_interval": 1}
+    """--target-reward over five rollouts; a save after each rollout, and the last one not twice."""
+    options = {"num_rollouts": 9, "target_reward": 0.0, "save_interval": 1, "steps_per_rollout": 1}
     for outcome in pool.run(run_on_rank, tmp_path, GSPO, options, world_size=2, **{TP: 2}):
-        assert outcome.reason.endswith("of the last 2 rollouts reached the target") and outcome.exit_code == 0
-        assert (outcome.progress.num_rollouts, outcome.checkpoint.name) == (2, "step_00000004")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000002", "step_00000004"]
+        assert outcome.reason.endswith("of the last 5 rollouts reached the target") and outcome.exit_code == 0
+        assert (outcome.progress.num_rollouts, outcome.checkpoint.name) == (5, "step_00000005")
+    saved = [f"step_0000000{step}" for step in range(1, 6)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", *saved]
 
 
 def learning_run_on_rank(rank, output_dir):
@@ -191,7 +212,7 @@ def learning_run_on_rank(rank, output_dir):
     demo = dict(PRESETS["demo"])
     config = PolicyLossConfig(**{name: demo.pop(name) for name in ("policy_loss", "loss_aggregation", "samples_per_prompt")})
     settings = {"hidden_size": 64, "lr": demo["lr"]}
-    options = demo | {"target_reward": 0.92, "save_interval": None}
+    options = demo | {"target_reward": 0.92, "save_interval": 1000}
     logger, messages = logging.getLogger("megatron_rl.train.watchdog"), []
     with mock.patch.object(logger, "warning", lambda *given: messages.append(given)):
         return run_loop(output_dir, config, options, settings=settings)[0].progress, messages

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from test_train_command import Command
@@ -14,11 +14,11 @@ from test_train_options import options_of, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.tasks import make_task
-from megatron_rl.train.writers import weights_and_biases
+from megatron_rl.train.writers import MetricsWriter
 
 pytestmark = pytest.mark.megatron
 
-SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --no-plot --steps-per-rollout 2"
+SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --steps-per-rollout 2"
 
 
 def share_of_digits(prompt, response, record):
@@ -43,9 +43,9 @@ def trained(tmp_path, flags, num_ranks=1) -> list[dict]:
             id="linear",
         ),
         pytest.param(
-            "--lr 0.01 --lr-decay-style cosine --lr-decay-iters 4",
-            [*(0.005 * (1 + math.cos(math.pi * step / 4)) for step in (1, 2, 3, 4)), 0.0, 0.0],
-            id="cosine, over before the run",
+            "--lr 0.01 --lr-decay-style cosine",
+            [0.005 * (1 + math.cos(math.pi * step / 6)) for step in range(1, 7)],
+            id="cosine",
         ),
     ],
 )
@@ -54,20 +54,13 @@ def test_the_learning_rate_of_each_step(tmp_path, flags, expected):
     assert [row["learning_rate"] for row in rows] == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_resumed_run_goes_on_with_the_schedule(tmp_path):
-    flags = "--task repeat --lr 0.01 --lr-decay-style linear --lr-decay-iters 8"
-    trained(tmp_path, f"{flags} --num-rollouts 2")
-    rows = trained(tmp_path, f"{flags} --num-rollouts 4 --resume")
-    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01 * (1 - step / 8) for step in range(1, 9)], abs=1e-9)
-
-
 def test_evaluation_is_the_same_on_each_layout_and_comes_every_n_rollouts(tmp_path):
     own, other = (
         write_prompts(tmp_path / "own.jsonl", "1+2=", "3+4="),
         write_prompts(tmp_path / "other.jsonl", "2+2=", "4+13=", "1="),
     )
     flags = (
-        f"--prompts {own} --eval-prompts {other} --eval-interval 2 --reward test_train_schedule.share_of_digits --num-rollouts 3"
+        f"--prompts {own} --eval-prompts {other} --save-interval 2 --reward test_train_schedule.share_of_digits --num-rollouts 3"
     )
     found = []
     for name, layout, num_ranks in (("one", "", 1), ("two", "--tensor-model-parallel-size 2", 2), ("data", "", 2)):
@@ -86,7 +79,7 @@ def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
     task = make_task(prompts=own, reward="test_train_schedule.share_of_digits")
     with pytest.raises(DataError, match="has no 'ab'"):
         task.with_prompts_of(write_prompts(tmp_path / "a.jsonl", "a1b"))
-    with pytest.raises(DataError, match="text and token ids in the two files"):
+    with pytest.raises(DataError, match="line 1: prompt: .1, 2. must be text, "):
         task.with_prompts_of(write_prompts(tmp_path / "b.jsonl", [1, 2]))
     ids = make_task(prompts=write_prompts(tmp_path / "c.jsonl", [1, 2]), reward="test_train_schedule.share_of_digits")
     with pytest.raises(DataError, match="token 7 is not below 3, the vocabulary"):
@@ -96,19 +89,15 @@ def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--lr-decay-iters 5", "--lr-decay-iters 5 has no effect with --lr-decay-style constant"),
-        ("--min-lr 1e-5", "--min-lr 1e-05 has no effect with --lr-decay-style constant"),
         ("--lr-decay-style linear --lr 0.1 --min-lr 0.2", "--min-lr 0.2 must be below --lr 0.1"),
-        ("--lr-decay-style linear --lr-warmup-iters 5 --lr-decay-iters 5", "must be above --lr-warmup-iters 5"),
         (
             "--lr-decay-style linear --num-rollouts 2 --steps-per-rollout 2 --lr-warmup-iters 4",
-            "--lr-decay-iters 4 (unset: the last",
+            "--lr-warmup-iters 4 must be below the 4 steps of the run",
         ),
-        ("--lr-decay-style linear --docs-per-step 16", "needs --lr-decay-iters: the run's number of steps is not known"),
+        ("--lr-decay-style linear --docs-per-step 16", "the number of steps is not known; remove one of them"),
+        ("--lr-decay-style linear --rollouts a.jsonl", "needs --num-rollouts: the number of steps is not known"),
         ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be at least 0"),
-        ("--prompts own.jsonl --reward a.b --eval-prompts own.jsonl", "is the file of --prompts"),
-        ("--prompts own.jsonl --reward a.b --eval-prompts no.jsonl", "no.jsonl: there is no such file"),
-        ("--wandb-project x", "--wandb-project x needs wandb: pip install wandb"),
+        ("--wandb-project x", "--wandb-project x needs wandb and tensorboard: pip install wandb tensorboard"),
     ],
 )
 def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, message):
@@ -120,8 +109,18 @@ def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, messag
     assert message in str(refused.value)
 
 
-def test_weights_and_biases_gets_the_settings_of_the_run(monkeypatch):
-    given = {}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: given.update(settings)))
-    weights_and_biases("p", Path("runs/x"), {"--lr": 0.1})
-    assert given == {"project": "p", "dir": Path("runs/x"), "config": {"--lr": 0.1}}
+def test_weights_and_biases_listens_to_the_events_of_the_run_and_gets_its_settings(monkeypatch, tmp_path):
+    """What is written before wandb.init is not sent."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    run = mock.Mock(spec=["finish"])
+
+    def init(**given):
+        assert given == {"project": "p", "config": {"--lr": 0.1}, "dir": tmp_path, "sync_tensorboard": True}
+        assert not (tmp_path / "tensorboard").exists()
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with MetricsWriter(tmp_path, None, tensorboard=True, wandb={"project": "p", "config": {"--lr": 0.1}}) as writer:
+        writer.write(1, {"loss": 0.5})
+        assert (tmp_path / "tensorboard").exists() and not run.finish.called
+    run.finish.assert_called_once_with()

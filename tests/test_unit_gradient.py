@@ -11,13 +11,13 @@ from collections import Counter
 import pytest
 import torch
 from helpers import KERNEL_DEVICE
+from launches import counted_launches
 from linear_cases import HeadBatch, budget, every_term, head_batch, on_device, run, worst_error
 from test_linear_losses import KINDS, fused, options_of
 from test_log_probs_triton import IS_INTERPRETED, SMALL, SMALL_GRADIENT, in_guarded_memory, random_rows, truth
 
 import megatron_rl.ops.backends as backends
 import megatron_rl.ops.unit_gradient_triton as unit_gradient_triton
-from benchmarks.launches import counted_launches
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.log_probs import vocab_shard

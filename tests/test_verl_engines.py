@@ -25,11 +25,11 @@ from verl_engines import GROUP_SIZE, EngineLayout, Optimizer, Rollout, VerlRun, 
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.train.hf_checkpoint import read_hf_model
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.rollouts import Sample, group_advantages
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
 NEEDED = (
     "tensordict",
     "hydra",

@@ -17,19 +17,16 @@ from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.train.loop import Start
 from megatron_rl.train.options import add_train_args
 from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
-from megatron_rl.train.watchdog import IDLE_CLIP_STEPS, RunWatchdog, WatchdogState, watch
+from megatron_rl.train.watchdog import WatchdogState, look, watch
 
 GRPO, GSPO = PolicyLossConfig(policy_loss="grpo"), PolicyLossConfig(policy_loss="gspo")
-WIDE = PolicyLossConfig(policy_loss="gspo", clip_ratio_low=0.2, clip_ratio_high=0.2)
 HEALTHY = {
-    "rollout": 0,
     "num_tokens": 40,
     "num_samples": 8,
     "policy/ratio_new_old": 1.0,
-    "policy/clipped_ratio_fraction": 0.0,
-    "policy/effective_sample_size": 1.0,
     "policy/max_advantage": 1.5,
     "policy/min_advantage": -1.5,
     "policy/num_phantom_tokens": 0.0,
@@ -40,73 +37,22 @@ HEALTHY = {
 
 def names(config, step, **changes) -> list[str]:
     row = HEALTHY | {name if name in HEALTHY else f"policy/{name}": value for name, value in changes.items()}
-    return [finding.name for finding in watch(config, WatchdogState(), step, row)[0]]
+    return [*watch(config, WatchdogState(), step, row)[0]]
 
 
-def watched(config, rows, state: WatchdogState | None = None, first: int = 2) -> tuple[list, WatchdogState]:
-    """(step, finding) of all that is told while the rows come, one a step from step `first` on, and the last state."""
-    told, state = [], WatchdogState() if state is None else state
-    for step, row in enumerate(rows, first):
-        found, state = watch(config, state, step, row)
-        told += [(step, finding) for finding in found]
-    return told, state
-
-
-def measured(kl, changed=0.5, number=41, **changes):
-    """One step a rollout; after 20 of them, how far the policy has moved is measured before the next one."""
-    row = HEALTHY | {"learning_rate": 1e-6, "rollout/reward": 0.1, "grad_norm": 0.3}
-    moved = {"moved/changed_weights": changed} | ({} if kl is None else {"moved/kl": kl})
-    return [
-        row | {"rollout": step} | (moved if step and step % 20 == 0 else {}) | {name: of(step) for name, of in changes.items()}
-        for step in range(number)
-    ]
-
-
-def silent_but(number):
-    """Of 20 steps, so many have an advantage."""
-    return {f"policy/{end}_advantage": lambda step: float(step % 20 < number) for end in ("max", "min")}
-
-
-UNMOVED = [
-    pytest.param(measured(9e-7), "so --lr 2e-05 is a start", id="below 1e-6"),
-    pytest.param(measured(1.1e-6), None, id="above"),
-    pytest.param(measured(None), None, id="no kept token has an advantage"),
-    pytest.param(measured(5e-3, 9e-4), "lost in the rounding of bfloat16", id="the noise of logits beside still weights"),
-    pytest.param(measured(5e-3, 1.1e-3), None, id="few bfloat16 weights change at a small rate"),
-    pytest.param(measured(0.0), "0 nats per token", id="not at all"),
-    pytest.param(measured(9e-7, number=20), None, id="20 steps"),
-    pytest.param(measured(9e-7, **{"learning_rate": lambda step: 1e-8 * (step + 1)}), None, id="warm-up"),
-    pytest.param(measured(9e-7, **{"learning_rate": lambda step: 1e-3 / (step + 1)}), None, id="end of the decay"),
-    pytest.param(measured(9e-7, **{"rollout/reward": lambda step: step / 40}), None, id="it learns"),
-    pytest.param(measured(0.0, **{"rollout/reward": lambda step: step / 40}), "rounding", id="a reward that grows by chance"),
-    pytest.param(measured(9e-7, **silent_but(10)), "hardly moves", id="half of the steps have a signal"),
-    pytest.param(measured(9e-7, **silent_but(9)), None, id="fewer have one"),
-]
-
-
-@pytest.mark.parametrize(("rows", "said"), UNMOVED)
-def test_a_policy_that_does_not_move_is_told_once_with_the_learning_rate(rows, said):
-    told = [(step, finding) for step, finding in watched(GRPO, rows)[0] if finding.name == "unmoved_policy"]
-    assert [step for step, _ in told] == [2 + 20] * (said is not None)
-    for _, finding in told:
-        assert said in finding.line and "raise --lr (now 1e-06)" in finding.line
-        assert finding.can_raise == ("rounding" in finding.line)
-
-
-def test_a_learning_rate_that_has_decayed_to_0_is_told_once():
-    """At the last step of a run it is healthy."""
-    rows = [HEALTHY | {"learning_rate": rate} for rate in (1e-3, 0.0, 0.0, 0.0, 0.0, 1e-3, *[0.0] * 9)]
-    [(step, finding)], _ = watched(GRPO, rows)
-    assert (step, finding.name) == (2 + 6 + 4, "zero_rate") and "--lr-decay-iters" in finding.line
+def watched(rows) -> list[tuple[int, str, str]]:
+    """(step, name, line) of all that is told while the rows come, one a step from step 2 on."""
+    told, state = [], WatchdogState()
+    for step, row in enumerate(rows, 2):
+        found, state = watch(GRPO, state, step, row)
+        told += [(step, *of_name) for of_name in found.items()]
+    return told
 
 
 FIRST_STEP = [
     # loss, metric, what is reported of it, what is allowed, finding
     pytest.param(GRPO, "ratio_new_old", 0.89, 0.91, "first_ratio", id="FB-39 ratio too low"),
     pytest.param(GSPO, "ratio_new_old", 1.11, 1.09, "first_ratio", id="FB-39 ratio too high"),
-    pytest.param(GRPO, "clipped_ratio_fraction", 0.61, 0.6, "first_clip_fraction", id="clipped away"),
-    pytest.param(GRPO, "effective_sample_size", 0.49, 0.51, "first_sample_size", id="few tokens carry it"),
-    pytest.param(GSPO, "effective_sample_size", 0.89, 0.91, "first_sample_size", id="few documents carry it"),
     pytest.param(GRPO, "num_phantom_tokens", 1.0, 0.0, "first_phantom_tokens", id="a token that nobody measured"),
     pytest.param(GSPO, "kl_new_old", 0.051, 0.049, "first_kl", id="FB-39 another policy, of mean ratio 1"),
 ]
@@ -114,7 +60,7 @@ FIRST_STEP = [
 
 @pytest.mark.parametrize(("config", "metric", "bad", "good", "finding"), FIRST_STEP)
 def test_the_first_step_is_held_to_a_policy_that_has_not_moved(config, metric, bad, good, finding):
-    """Any later step may do so: the policy has moved. What moves ratio or sample size moves the KL: it says nothing of its own."""
+    """Any later step may do so: the policy has moved. What moves the ratio moves the KL: it says nothing of its own."""
     assert names(config, 1, **{metric: bad}) == [finding]
     if finding in ("first_ratio", "first_phantom_tokens"):
         assert names(config, 1, kl_new_old=1.0, **{metric: bad}) == [finding]
@@ -139,43 +85,8 @@ OF_ENGINES = [
 def test_one_engine_at_the_same_weights_is_held_to_rounding(metrics, kl, is_float32, finds):
     """FB-39: a slightly wrong temperature moves the KL by far less than two engines differ."""
     row = HEALTHY | metrics | {"policy/kl_new_old": kl}
-    found = [[finding.name for finding in watch(GRPO, WatchdogState(), n, row, is_float32=is_float32)[0]] for n in (1, 2)]
+    found = [[*watch(GRPO, WatchdogState(), n, row, is_float32=is_float32)[0]] for n in (1, 2)]
     assert found == [["first_kl"] if finds else [], []]
-
-
-@pytest.mark.parametrize(
-    ("metric", "bad", "good", "finding"),
-    [
-        ("correction_kept_tokens", 0.49, 0.51, "correction_drops"),
-        ("correction_effective_sample_size", 0.09, 0.11, "correction_sample_size"),
-    ],
-)
-def test_a_correction_that_leaves_little_is_told_at_any_step(metric, bad, good, finding):
-    """FB-115: a bound that nearly every sample leaves throws the step away."""
-    rest = {"correction_kept_tokens": 0.9, "correction_effective_sample_size": 0.8, "correction_weight": 1.1}
-    for step in (1, 7):
-        assert names(GRPO, step, **rest | {metric: bad}) == [finding]
-        assert names(GRPO, step, **rest | {metric: good}) == []
-
-
-def test_the_kept_share_of_a_product_of_ratios_is_told_at_the_first_step():
-    product = dataclasses.replace(
-        GRPO, importance_correction="tis", importance_correction_level="sequence_sum", importance_correction_high=2.0
-    )
-    rest = {"correction_kept_samples": 0.92, "correction_effective_sample_size": 0.31, "correction_weight": 0.9}
-    row = HEALTHY | {f"policy/{name}": value for name, value in rest.items()}
-    (finding,) = watch(product, WatchdogState(), 1, row)[0]
-    assert "keeps 92% of the samples with an effective sample size of 0.31" in finding.line and not finding.can_raise
-    assert watch(product, WatchdogState(), 2, row)[0] == watch(GRPO, WatchdogState(), 1, row)[0] == []
-
-
-def test_a_correction_that_changes_nothing_is_told_once_after_twenty_steps():
-    """FB-120: what is called the sampler's log-probabilities is a copy of the trainer's. One other step begins again."""
-    still = {"correction_kept_tokens": 1.0, "correction_effective_sample_size": 1.0, "correction_weight": 1.0}
-    row = HEALTHY | {f"policy/{name}": value for name, value in still.items()}
-    moved = row | {"policy/correction_effective_sample_size": 0.999}
-    [(step, finding)], _ = watched(GRPO, [row] * 19 + [moved] + [row] * 25)
-    assert (step, finding.name, finding.can_raise) == (2 + 19 + 20, "idle_correction", False)
 
 
 SILENT = HEALTHY | {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
@@ -185,7 +96,7 @@ SILENT = HEALTHY | {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
     ("before", "reward", "said"),
     [
         pytest.param([0.1, 0.4], 0.2, "reward 0.200, best of the run 0.400", id="collapsed"),
-        pytest.param([0.0], 0.0, "the reward was 0 in every rollout", id="nothing is ever right"),
+        pytest.param([0.0], 0.0, "reward 0.000, best of the run 0.000", id="nothing is ever right"),
         pytest.param([0.1, 0.9], 1.0, None, id="solved"),
     ],
 )
@@ -194,81 +105,17 @@ def test_a_run_without_a_signal_is_told_once_after_twenty_steps(before, reward, 
     rows = [HEALTHY | {"rollout/reward": value} for value in before]
     silent = SILENT | {"rollout/reward": reward}
     rows += [silent] * 19 + [HEALTHY | {"rollout/reward": reward}] + [silent] * 25
-    told, _ = watched(GRPO, rows)
-    assert [(step, finding.name) for step, finding in told] == [(2 + len(before) + 19 + 20, "no_signal")] * (said is not None)
-    assert all(said in finding.line for _, finding in told)
+    told = watched(rows)
+    assert [found[:2] for found in told] == [(2 + len(before) + 19 + 20, "no_signal")] * (said is not None)
+    assert all(said in line for _, _, line in told)
 
 
 def test_a_gradient_that_stays_0_beside_advantages_is_told_once():
     """Where every token is clipped, all metrics but the norm look alive."""
     still = HEALTHY | {"grad_norm": 0.0, "policy/max_advantage": 1.0, "policy/min_advantage": -1.0}
     rows = [still] * 4 + [still | {"grad_norm": 1e-3}] + [still] * 6 + [SILENT | {"grad_norm": 0.0}] * 6
-    [(step, finding)], _ = watched(GRPO, rows)
-    assert (step, finding.name, finding.can_raise) == (2 + 5 + 4, "zero_gradient", True)
-
-
-@pytest.mark.parametrize(
-    ("length", "reward", "is_told"),
-    [
-        pytest.param(4.0, 0.2, True, id="collapsed"),
-        pytest.param(4.1, 0.2, False, id="above a tenth"),
-        pytest.param(4.0, 0.5, False, id="short answers are the best"),
-    ],
-)
-def test_responses_that_collapse_are_told_once_after_twenty_steps(length, reward, is_told):
-    long = HEALTHY | {"rollout/reward": 0.5, "rollout/response_length": 40.0}
-    short = HEALTHY | {"rollout/reward": reward, "rollout/response_length": length}
-    told, _ = watched(GRPO, [long] + [short] * 19 + [long] + [short] * 25)
-    assert [(step, finding.name) for step, finding in told] == [(2 + 1 + 19 + 20, "collapsed_length")] * is_told
-    assert all("had 40, and the reward 0.200" in finding.line for _, finding in told)
-
-
-ONE_ANSWER = [
-    # the share, the range of its rewards, the reward (the run's best before is 0.5), whether it is told
-    pytest.param(0.9, 1.0, 0.6, True, id="right for some prompts, and the reward grew"),
-    pytest.param(0.9, 0.0, 0.0, True, id="right for none"),
-    pytest.param(1.0, 0.0, 0.6, False, id="right for all"),
-    pytest.param(0.89, 1.0, 0.2, False, id="below the share"),
-]
-
-
-@pytest.mark.parametrize(("share", "reward_range", "reward", "is_told"), ONE_ANSWER)
-def test_one_answer_to_every_prompt_is_told_once_after_twenty_steps(share, reward_range, reward, is_told):
-    """A run whose reward grows on the way to one answer looks healthy."""
-    names = "rollout/commonest_response", "rollout/commonest_response_reward_range", "rollout/reward"
-    before, one = (HEALTHY | dict(zip(names, row, strict=True)) for row in ((0.2, 0.0, 0.5), (share, reward_range, reward)))
-    told, _ = watched(GRPO, [before] + [one] * 19 + [before] + [one] * 25)
-    assert [(step, finding.name) for step, finding in told] == [(2 + 1 + 19 + 20, "one_answer")] * is_told
-    assert all(f"one response is {share:.0%} of all samples" in finding.line for _, finding in told)
-
-
-# Of the demo at its first seed, with a CISPO whose weight is not detached, and with GSPO.
-UNLEARNS = [0.0864, 0.0312, 0.013, 0.0094, 0.0081, 0.0118, 0.0081, 0.0039, 0.0061, 0.002, 0.001, 0.0036, 0.0023, 0.0049, 0.0]
-UNLEARNS += [0.001, 0.0029, 0.001, 0.001, 0.0, 0.0, 0.0068, 0.002, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001]
-DRAWN = torch.Generator().manual_seed(0)
-FALLS = [
-    pytest.param(UNLEARNS, 25, id="the demo unlearns"),
-    pytest.param(UNLEARNS[::-1], None, id="it learns"),
-    pytest.param([0.5] * 5 + [0.13] * 40, None, id="by less than three quarters"),
-    pytest.param([0.5] * 5 + [0.12] * 40, 25, id="by more"),
-    pytest.param([-0.5] * 5 + [-0.87] * 40, None, id="below 0, by less"),
-    pytest.param([-0.5] * 5 + [-0.88] * 40, 25, id="below 0"),
-    pytest.param([0.5, 0.5, 0.5, 0.5, 0.1] + [0.11] * 40, None, id="one of the first was as low"),
-    pytest.param([3 / 64] + [0.0, 1 / 64, 0.0, 0.0] * 40, None, id="a lucky first rollout of a sparse reward"),
-    pytest.param([0.0] * 60, None, id="always 0"),
-    pytest.param(torch.randn(300, generator=DRAWN).tolist(), None, id="noise"),
-]
-
-
-@pytest.mark.parametrize(("rewards", "rollout"), FALLS)
-@pytest.mark.parametrize("steps_per_rollout", [1, 3])
-def test_a_reward_that_falls_far_below_the_first_ones_is_told_once(rewards, rollout, steps_per_rollout):
-    """Each rollout counts once, whatever the number of its steps."""
-    rows = [{"rollout": number, "rollout/reward": reward} for number, reward in enumerate(rewards)]
-    told, _ = watched(GRPO, [row for row in rows for _ in range(steps_per_rollout)], first=0)
-    found = [(step // steps_per_rollout + 1, finding) for step, finding in told if finding.name == "fallen_reward"]
-    assert [number for number, _ in found] == ([] if rollout is None else [rollout])
-    assert all("sign of the loss or of the reward?" in finding.line and not finding.can_raise for _, finding in found)
+    [(step, name, _)] = watched(rows)
+    assert (step, name) == (2 + 5 + 4, "zero_gradient")
 
 
 @pytest.mark.parametrize(
@@ -283,31 +130,29 @@ def test_the_loss_must_see_what_the_step_is_divided_by(metric, value, finding):
     """At any step, since a mask may change at any."""
     for step in (1, 7):
         found, _ = watch(GRPO, WatchdogState(), step, HEALTHY | {metric: value})
-        assert [one.name for one in found] == [finding]
+        assert [*found] == [finding]
 
 
 def test_a_healthy_row_and_a_row_without_metrics_say_nothing():
     """--policy-metrics none has none of them, and a step without a token has no policy/ metric at all."""
     assert names(GRPO, 1) == names(GSPO, 1) == []
-    assert watch(GSPO, WatchdogState(), 1, {"rollout": 0, "num_tokens": 40, "num_samples": 8, "loss": 1.0})[0] == []
-    broken = HEALTHY | {"policy/ratio_new_old": None, "policy/effective_sample_size": float("nan")}
-    assert watch(GSPO, WatchdogState(), 1, broken)[0] == []
+    assert watch(GSPO, WatchdogState(), 1, {"rollout": 0, "num_tokens": 40, "num_samples": 8, "loss": 1.0})[0] == {}
+    broken = HEALTHY | {"policy/ratio_new_old": None, "policy/kl_new_old": float("nan")}
+    assert watch(GSPO, WatchdogState(), 1, broken)[0] == {}
 
 
-@pytest.mark.parametrize("config", [GRPO, GSPO], ids=["grpo", "gspo"])
-def test_each_line_names_a_cause_and_a_flag_that_exists(config):
+def test_each_line_names_a_cause_and_a_flag_that_exists():
     """A warning that leaves its reader to search is one that is ignored."""
     flags = add_train_args(add_megatron_rl_args(ArgumentParser()))._option_string_actions
-    bad = {"ratio_new_old": 2.0, "clipped_ratio_fraction": 0.9, "effective_sample_size": 0.1, "num_phantom_tokens": 3.0}
-    row = HEALTHY | {f"policy/{name}": value for name, value in bad.items()}
-    found, state = watch(config, WatchdogState(), 1, row)
-    found += watch(config, WatchdogState(), 1, HEALTHY | {"policy/kl_new_old": 1.0})[0]
-    found += watch(config, WatchdogState(), 1, HEALTHY | OWN | {"policy/kl_new_old": 0.04})[0]
-    found += idle(WIDE)
-    assert len(found) == 7
-    for finding in found:
-        mentioned = {word.strip(",;:.()") for word in finding.line.split() if word.startswith(("--", "(--"))}
-        assert "\n" not in finding.line and mentioned and mentioned <= flags.keys(), finding.line
+    bad = HEALTHY | {"policy/ratio_new_old": 2.0, "policy/num_phantom_tokens": 3.0}
+    found = [*watch(GRPO, WatchdogState(), 1, bad)[0].values()]
+    found += watch(GRPO, WatchdogState(), 1, HEALTHY | {"policy/kl_new_old": 1.0})[0].values()
+    found += [line for _, _, line in watched([SILENT | {"rollout/reward": 0.0}] * 20)]
+    found += [line for _, _, line in watched([HEALTHY | {"grad_norm": 0.0}] * 5)]
+    assert len(found) == 5
+    for line in found:
+        mentioned = {word.strip(",;:.()") for word in line.split() if word.startswith(("--", "(--"))}
+        assert "\n" not in line and mentioned and mentioned <= flags.keys(), line
 
 
 def sampled_by(probabilities, scored, seed: int = 0, num_tokens: int = 400) -> dict[str, float]:
@@ -368,47 +213,9 @@ def test_the_kept_mass_is_told_from_noise_temperature_and_another_policy(sampler
     assert names(GRPO, 9, **old) == []
     if is_truncated:
         assert names(GRPO, 1, **old, ratio_new_old=0.8) == ["truncated_old"]
-        line = watch(GRPO, WatchdogState(), 9, HEALTHY | {f"policy/{name}": value for name, value in rollout.items()})[0][0].line
-        assert f"of mass {math.exp(d['mean']):.2f}" in line and "sample with top_p 1, top_k -1 and min_p 0" in line
-
-
-def rows(clip_fractions, *, rollout=0, **changes):
-    """Two steps a rollout; the second has the clip fraction."""
-    for number, fraction in enumerate(clip_fractions):
-        yield HEALTHY | {"rollout": rollout + number}
-        moved = {"policy/clipped_ratio_fraction": fraction, "policy/effective_sample_size": 0.9999}
-        yield HEALTHY | {"rollout": rollout + number} | moved | changes
-
-
-def idle(config, clip_fractions=(0.0,) * IDLE_CLIP_STEPS, **changes) -> list:
-    return [finding for _, finding in watched(config, rows(clip_fractions, **changes))[0]]
-
-
-def test_a_gspo_clip_that_never_acts_is_noticed_after_twenty_steps_that_could_clip():
-    """verl#2775, TRL#3834: 0.2, the token-level default, clips no mean of log-ratios."""
-    assert idle(WIDE, (0.0,) * 19) == []
-    [finding] = idle(WIDE)
-    assert finding.name == "idle_clip" and not finding.can_raise
-    assert "the clip 0.2/0.2 never acts" in finding.line and "--clip-ratio-low 0.0003 --clip-ratio-high 0.0004" in finding.line
-    assert len(idle(WIDE, (0.0,) * 60)) == 1, "once"
-    # 0.1 % of 20 steps: a mean of 0.001 is not below, of 0.00095 it is.
-    assert idle(WIDE, (*[0.0] * 19, 0.02)) == []
-    assert len(idle(WIDE, (*[0.0] * 19, 0.019))) == 1
-
-
-def test_steps_that_could_not_clip_say_nothing_of_the_clip():
-    """Another loss; no advantage; a policy that has moved by less than the published clip: one that has learnt everything."""
-    no_advantage = {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
-    for config, changes in ((GRPO, {}), (WIDE, no_advantage), (WIDE, {"policy/effective_sample_size": 1 - 1e-8})):
-        assert idle(config, (0.0,) * 40, **changes) == []
-
-
-def test_first_steps_on_a_rollout_do_not_count():
-    """They are on-policy: with one step a rollout nothing ever clips."""
-    row = HEALTHY | {"policy/effective_sample_size": 0.9999}
-    told, state = watched(WIDE, [row | {"rollout": step} for step in range(1, 60)], first=1)
-    assert told == [] and state.clip_fractions == ()
-    assert watched(WIDE, [row | {"rollout": None}] * 40, state, first=60)[0] == []  # rows of somebody else's loop
+        row = HEALTHY | {f"policy/{name}": value for name, value in rollout.items()}
+        [line] = watch(GRPO, WatchdogState(), 9, row)[0].values()
+        assert f"by a mass of {math.exp(d['mean']):.2f}" in line and "sample with top_p 1, top_k -1 and min_p 0" in line
 
 
 def messages_of(action) -> list[str]:
@@ -419,40 +226,32 @@ def messages_of(action) -> list[str]:
 
 
 def test_a_restart_neither_forgets_nor_repeats():
-    """The state goes through a checkpoint, whose lists may come back for tuples: 12 + 8 steps that could clip are 20. One of an
-    earlier version may have a field that is no more.
-    """
-    parts = [list(rows((0.0,) * 12)), list(rows((0.0,) * 8, rollout=12)), list(rows((0.0,) * 30, rollout=20))]
-    state, warned = None, []
-    for part in parts:
-        watchdog = RunWatchdog(WIDE, state=state)
-        warned.append(len(messages_of(lambda part=part, dog=watchdog: [dog.look(9, row) for row in part])))
-        state = json.loads(json.dumps(watchdog.state_dict())) | {"of_an_earlier_version": 3}
-    assert warned == [0, 1, 0]
+    """The state goes through a checkpoint, whose lists may come back for tuples: 12 + 8 silent steps are 20. One of an earlier
+    version may have a field that is no more."""
+    start, warned, silent = Start(), [], SILENT | {"rollout/reward": 0.0}
+    for number in (12, 8, 30):
+        found, watchdog = 0, start.watchdog
+        for _ in range(number):
+            lines, watchdog = watch(GRPO, watchdog, 9, silent)
+            found += len(lines)
+        warned.append(found)
+        state = json.loads(json.dumps(dataclasses.asdict(watchdog))) | {"of_an_earlier_version": 3}
+        start = Start.of_counters({"progress": {"num_steps": 9, "gone": 1}, "recent_rewards": [], "watchdog": state})
+    assert warned == [0, 1, 0] and start.progress.num_steps == 9
 
 
-BAD = HEALTHY | {"policy/ratio_new_old": 0.3, "policy/effective_sample_size": 0.2}
+BAD = HEALTHY | {"policy/ratio_new_old": 0.3, "policy/num_phantom_tokens": 2.0}
 
 
-def test_warn_speaks_on_the_first_rank_and_raise_stops_every_rank():
-    """All findings in one error; the idle clip is a warning at most."""
-    first, other = RunWatchdog(GRPO, is_first_rank=True), RunWatchdog(GRPO, is_first_rank=False)
-    assert len(messages_of(lambda: first.look(1, BAD))) == 2
-    assert messages_of(lambda: other.look(1, BAD)) == []
-    config = PolicyLossConfig(policy_loss="gspo", clip_ratio_low=0.2, clip_ratio_high=0.2, watchdog="raise")
-    for is_first in (True, False):
-        with pytest.raises(DataError, match="mean importance ratio 0.300(.|\n)*effective sample size 0.200 of the documents"):
-            RunWatchdog(config, is_first_rank=is_first).look(1, BAD)
-    watchdog = RunWatchdog(config)
-    assert len(messages_of(lambda: [watchdog.look(9, row) for row in rows((0.0,) * 30)])) == 1
-
-
-def test_off_looks_at_nothing_and_tokens_are_looked_at_one_by_one_at_the_first_step_alone():
-    """It costs a few launches and, with the fused head, keeps the log-probabilities."""
-    watchdog = RunWatchdog(PolicyLossConfig(watchdog="off"))
-    assert messages_of(lambda: watchdog.look(1, BAD)) == [] and not watchdog.counts_phantoms(0)
-    assert watchdog.state_dict() == RunWatchdog(GRPO).state_dict()
-    assert [RunWatchdog(GRPO).counts_phantoms(steps) for steps in (0, 1, 100)] == [True, False, False]
+def test_warn_speaks_on_the_first_rank_raise_stops_every_rank_and_off_looks_at_nothing():
+    """All findings in one error."""
+    for watchdog, speaks, number in (("warn", True, 2), ("warn", False, 0), ("off", True, 0)):
+        config, state = PolicyLossConfig(watchdog=watchdog), WatchdogState()
+        assert len(messages_of(lambda c=config, s=speaks: look(c, WatchdogState(), 1, BAD, speaks=s, is_float32=False))) == number
+    assert look(config, state, 1, BAD, speaks=True, is_float32=False) is state
+    for speaks in (True, False):
+        with pytest.raises(DataError, match="mean importance ratio 0.300(.|\n)*2 phantom tokens"):
+            look(PolicyLossConfig(watchdog="raise"), WatchdogState(), 1, BAD, speaks=speaks, is_float32=False)
 
 
 def sharpen(trainer) -> None:
@@ -511,17 +310,11 @@ def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_no
         first, other = pool.run(sharp_run_on_rank, tmp_path / name, config, {"rollouts": str(path)})
         assert other == [] and bool(first) == (name != "healthy"), (name, first)
         if name == "a little":
-            assert len(first) == 1 and "of this engine and these weights" in first[0]
+            assert len(first) == 1 and "of this engine at these weights" in first[0]
         if name == "placeholder":
             assert len(first) == 1 and first[0].startswith("1 phantom tokens at the first step")
         elif first:
             assert any("--policy-temperature" in line for line in first)
-
-
-def swallow(trainer) -> None:
-    """Weights in float32 that the optimiser updates, by nothing."""
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = 0.0
 
 
 def freeze(trainer) -> None:
@@ -530,28 +323,20 @@ def freeze(trainer) -> None:
         parameter.main_grad.zero_()
 
 
-POLICIES = [
-    # settings of the trainer, what is done to it, findings
-    pytest.param({"lr": 3e-3}, None, [], id="learns"),
-    pytest.param({"lr": 1e-9}, None, ["the KL grows with its square"], id="1e-9"),
-    pytest.param({"lr": 1e-9, "bf16": True}, None, ["lost in the rounding of bfloat16 weights"], id="1e-9, bfloat16"),
-    pytest.param({"lr": 3e-3}, swallow, ["lost in the rounding of float32 weights"], id="updates of nothing"),
-    pytest.param({"lr": 3e-3}, freeze, ["the gradient was exactly 0 in 5 steps"], id="frozen"),
-    pytest.param({"lr": 1e-3, "lr_decay_style": "linear", "lr_decay_iters": 5}, None, ["learning rate was 0"], id="decayed"),
-]
-
-
-def whole_run_on_rank(rank, output_dir, settings, change):
-    options = {"steps_per_rollout": 1, "num_rollouts": 21, "prompts_per_rollout": 4}
-    config = PolicyLossConfig(samples_per_prompt=4)
-    return messages_of(lambda: run_loop(output_dir, config, options, settings=settings, on_trainer=change))
-
-
 @pytest.mark.megatron
-@pytest.mark.parametrize(("settings", "change", "said"), POLICIES)
-def test_a_run_on_policy_that_does_not_move_is_told(sharp, tmp_path, settings, change, said):
-    """One step a rollout: ratio, KL and clip fraction of each step are 1, 0 and 0 in all of them. On two ranks."""
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [pytest.param(None, [], id="learns"), pytest.param(freeze, ["the gradient was exactly 0 in 5 steps"], id="frozen")],
+)
+def test_a_run_whose_parameters_take_no_gradient_is_told(sharp, tmp_path, change, said):
+    """On two ranks: the first one speaks."""
     pool, _ = sharp
-    first, other = pool.run(whole_run_on_rank, tmp_path / "run", settings, change)
+    first, other = pool.run(whole_run_on_rank, tmp_path / "run", change)
     assert other == [] and len(first) == len(said), first
     assert all(words in line for words, line in zip(said, first, strict=True))
+
+
+def whole_run_on_rank(rank, output_dir, change):
+    options = {"steps_per_rollout": 1, "num_rollouts": 6, "prompts_per_rollout": 4}
+    config = PolicyLossConfig(samples_per_prompt=4)
+    return messages_of(lambda: run_loop(output_dir, config, options, settings={"lr": 3e-3}, on_trainer=change))

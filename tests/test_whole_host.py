@@ -120,7 +120,7 @@ class WholeCase:
         return f"""
             {MODEL} --vocab-size {VOCABULARY} --rollouts {folder}/{self.data}.jsonl --steps-per-rollout {STEPS} --no-bf16
             --policy-loss {self.loss} --clip-ratio-low {low} --clip-ratio-high {high} --samples-per-prompt {GROUP_SIZE}
-            --output-dir {folder}/{self.loss}-{self.aggregation}-{self.has_sets} --no-tensorboard --no-plot {self.aggregation_flags}
+            --output-dir {folder}/{self.loss}-{self.aggregation}-{self.has_sets} --no-tensorboard {self.aggregation_flags}
         """.split()
 
 

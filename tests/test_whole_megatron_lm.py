@@ -166,6 +166,6 @@ def of_command(tmp_path_factory, ours: str) -> tuple[dict, dict, list[float]]:
         for number, samples in enumerate(rollouts()):
             save_rollouts(folder / "rollouts.jsonl", RolloutBatch(samples=samples, rollout_index=number))
         words = f"{MODEL} --vocab-size {VOCABULARY} --rollouts {folder}/rollouts.jsonl --no-bf16 --steps-per-rollout 1"
-        words += f" --samples-per-prompt 4 --output-dir {folder}/run --no-tensorboard --no-plot {ours}"
+        words += f" --samples-per-prompt 4 --output-dir {folder}/run --no-tensorboard {ours}"
         _trained[ours] = trained_by_command(words.split())
     return _trained[ours]

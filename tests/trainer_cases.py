@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config import NO_SELECTION, PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
@@ -16,6 +17,7 @@ from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.train.loop import TIMING_METRICS, TrainingRun
 from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollout_files import cut_rollouts
 from megatron_rl.train.session import restore, rollouts_of
 from megatron_rl.train.tasks import make_task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
@@ -148,9 +150,7 @@ def run_loop(
     on_trainer=None,
 ):
     """What `megatron-rl train` does on this rank once the process groups stand: (outcome, final weights of this rank)."""
-    options = TrainOptions(
-        **{"output_dir": str(output_dir), "tensorboard": False, "plot": False, "prompts_per_rollout": 4, **options}
-    )
+    options = TrainOptions(**{"output_dir": str(output_dir), "tensorboard": False, "prompts_per_rollout": 4, **options})
     task = make_task(options.task)
     trainer = tiny_trainer(
         config,
@@ -159,13 +159,14 @@ def run_loop(
             "max_sequence_length": task.max_prompt_tokens + task.max_new_tokens,
             "packed": options.packed,
             "router_replay": options.router_replay,
-            "check_router_replay": options.check_router_replay,
             **(settings or {}),
         },
     )
     if on_trainer is not None:
         on_trainer(trainer)
     start, _ = restore(trainer, replace(options, resume=resume), config)
+    if options.save_rollouts is not None and dist.get_rank() == 0:
+        cut_rollouts(options.save_rollouts, start.progress.num_rollouts, None)
     rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
     return TrainingRun(trainer, rollouts, options, config, start).run(), weights_of(trainer)
 

@@ -7,7 +7,7 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | verl's platform: one of the CPU, through its own set_platform; VERL_ENGINE_DEVICE=cuda | it knows CUDA, ROCm and NPU |
 | initialize_global_process_group_ray, set_numa_affinity | run_ranks has made the gloo group |
 | the controller's dispatch: each data-parallel rank takes its contiguous part | there is no Ray cluster |
-| mbridge: a bridge of this package's hf_checkpoint | mbridge asks for Transformer Engine's layers |
+| mbridge: a bridge of this package's hf_weights | mbridge asks for Transformer Engine's layers |
 | the dtype of McoreEngineConfig, float32 after its check | it takes 16 bits alone, and float32 is compared with float32 |
 | CUDA in Megatron-Core: install_cpu_support | there is none |
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
-from megatron_rl.train.hf_checkpoint import build_hf_model, read_hf_model, save_hf_checkpoint
+from megatron_rl.train.hf_weights import build_hf_model, read_hf_model, save_hf_checkpoint
 
 MAX_SEQUENCE_LENGTH = 64
 GROUP_SIZE = 4  # rollouts of a prompt

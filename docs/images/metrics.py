@@ -18,7 +18,7 @@ from megatron_rl.train.plots import STYLE
 from megatron_rl.train.writers import read_metrics
 
 LINES = {"gspo": {"color": "#0369a1"}, "grpo": {"color": "#c2410c", "linestyle": "--"}}
-TRAIN = "train --preset demo --policy-metrics with_entropy --num-rollouts 60 --target-reward 2 --overwrite --no-plot"
+TRAIN = "train --preset demo --policy-metrics with_entropy --num-rollouts 60 --target-reward 2 --overwrite"
 # A metric -> its title, and whether it is of the second step on each rollout: at the first each ratio is 1.
 METRICS = {
     "ratio_new_old": ("ratio_new_old, second step on a rollout", True),

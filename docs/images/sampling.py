@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl import CorrectionSettings, SamplingSupport, importance_correction, vocab_parallel_log_probs
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.train.sampling_filter import SamplingFilter
+from megatron_rl.train.sampling_filter import kept_by_top_p
 
 TOP_P = 0.8
 SAMPLES, LENGTH, VOCABULARY = 64, 200, 2000
@@ -37,7 +37,7 @@ def scores() -> tuple[dict[str, Tensor], Tensor]:
     """The trainer's log-probabilities of the sampled tokens, by what they are over, and the sampler's own; [T] each."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLES * LENGTH, VOCABULARY, generator=generator) * SPREAD
-    is_kept = SamplingFilter(top_p=TOP_P).kept(logits)
+    is_kept = kept_by_top_p(logits, TOP_P)
     sampler = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
     tokens = torch.multinomial(sampler.exp(), 1, generator=generator)[:, 0]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), is_kept.sum(-1).cumsum(0)])

@@ -9,18 +9,15 @@ import json
 import os
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.train import quiet_megatron
 from megatron_rl.errors import ConfigError
 from megatron_rl.testing.model_shapes import SHAPES, shape_of
 
 if TYPE_CHECKING:
-    from megatron_rl.testing.selftest import RowResult, Setting
-    from megatron_rl.testing.selftest_bench import Bench
+    from megatron_rl.testing.selftest import Row, RowResult, WholeSteps
 
 EXIT_FAILED = 1
 # A field of Layout -> its flag and what it means.
@@ -57,8 +54,6 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     kl_help = "Run each loss and aggregation with this KL term, and no other row; module.function: one of your own."
     parser.add_argument("--kl-estimator", metavar="NAME", help=kl_help)
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="Only rows with TEXT in their name. Repeatable.")
-    interpreted = "Without CUDA: run a few rows in Triton's interpreter too, some seconds each."
-    parser.add_argument("--interpret-triton", action="store_true", help=interpreted)
     parser.add_argument(
         "--json", action="store_true", help="Print JSON lines: the setting, each row's name and result, the verdict."
     )
@@ -69,9 +64,13 @@ def run(args: Namespace) -> int:
     started = time.monotonic()
     screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
     settle_names(args)
-    if args.interpret_triton:
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
-    for result in results(args, screen):
+    bench = bench_of(args)
+
+    from megatron_rl.testing.selftest import run_selftest
+
+    rows = bench.prepare(rows_of(args))
+    screen.start(bench)
+    for result in run_selftest(bench, rows, screen.on_row):
         screen.show(result)
     passed = screen.close(time.monotonic() - started)
     import torch.distributed as dist
@@ -87,7 +86,7 @@ class Screen:
 
     def __init__(self, *, as_json: bool, shows: bool):
         self.as_json, self.shows = as_json, shows
-        self.setting: Setting
+        self.bench: WholeSteps
         """From the start of the rows on."""
         self.results: list[RowResult] = []
 
@@ -96,9 +95,13 @@ class Screen:
             return
         print(json.dumps({key: value}) if self.as_json else text, flush=True)
 
-    def on_start(self, setting: Setting) -> None:
-        self.setting = setting
-        self.line("setting", asdict(setting), header(setting))
+    def start(self, bench: WholeSteps) -> None:
+        import torch.distributed as dist
+
+        self.bench = bench
+        setting = {"layout": asdict(bench.layout), "device": bench.device.type, "process_group_backend": dist.get_backend()}
+        setting |= {"megatron_version": bench.megatron_version, "left_out": bench.left_out, "model": bench.model}
+        self.line("setting", setting, header(bench))
 
     def on_row(self, name: str) -> None:
         self.line("running", name, None)
@@ -110,7 +113,7 @@ class Screen:
     def close(self, seconds: float) -> bool:
         failed = sum(not result.passed for result in self.results)
         verdict = {"passed": not failed, "seconds": round(seconds, 3), "rows": len(self.results), "failed": failed}
-        self.line("result", verdict, closing(self.setting, self.results, seconds))
+        self.line("result", verdict, closing(self.bench, self.results, seconds))
         return not failed
 
 
@@ -145,54 +148,46 @@ def settle_names(args: Namespace) -> None:
         raise ConfigError(problems)
 
 
-def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:
-    from megatron_rl.testing.selftest import run_selftest
-    from megatron_rl.testing.selftest_table import Choice
+def rows_of(args: Namespace) -> list[Row]:
+    from megatron_rl.testing.selftest import chosen, table, table_of_shape
 
-    return run_selftest(
-        bench_of(args),
-        screen.on_start,
-        interprets_triton=args.interpret_triton,
-        choice=Choice(args.policy_loss, tuple(args.row), args.loss_aggregation, args.kl_estimator),
-        on_row=screen.on_row,
-    )
+    rows = table(args.kl_estimator) if args.model_like is None else table_of_shape(args.policy_loss)
+    return chosen(rows, args.policy_loss, args.loss_aggregation, args.row)
 
 
-def bench_of(args: Namespace) -> Bench:
-    """Whole steps where there is a Megatron-Core, else the losses alone."""
+def bench_of(args: Namespace) -> WholeSteps:
+    from megatron_rl.megatron.cpu import quiet_megatron
+
+    quiet_megatron()
     from megatron_rl.testing.layout_step import Layout
+    from megatron_rl.testing.selftest import WholeSteps
 
     sizes = {name: vars(args)[name] for name in (*SIZES, *SWITCHES)}
     of_experts = {name: size for name in SIZES_OF_EXPERTS if (size := vars(args)[name]) is not None}
     shape = None if args.model_like is None else shape_of(args.model_like)
     if (of_experts or shape is not None) and args.tensor > 1:
         sizes["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
-    bench: Callable[..., Bench]
-    if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
-        quiet_megatron()
-        from megatron_rl.testing.selftest_steps import WholeSteps as bench
-    else:
-        from megatron_rl.testing.selftest_losses import LossesAlone as bench
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return bench(Layout(**sizes | of_experts), world_size, has_experts=bool(of_experts), shape=shape)
+    return WholeSteps(Layout(**sizes | of_experts), world_size, has_experts=bool(of_experts), shape=shape)
 
 
-def header(setting: Setting) -> str:
+def header(bench: WholeSteps) -> str:
     import torch
+    import torch.distributed as dist
 
-    layout, sizes = setting.layout, setting.sizes
-    is_whole = setting.megatron_version is not None
-    versions = f"megatron-core {setting.megatron_version}" if is_whole else "without megatron-core: the losses alone"
+    from megatron_rl.testing.comparison import named_sizes
+
+    layout, sizes = bench.layout, named_sizes(bench.layout, bench.samples)
     switches = "".join(f", {name.replace('_', ' ')}" for name in SWITCHES if getattr(layout, name))
     experts = "" if layout.expert_tensor is None else f" x EP {layout.expert} x ETP {layout.expert_tensor}"
     layout_shown = f"TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{experts}{switches}"
-    model = f"{setting.model}\n" if setting.model else ""
+    model = f"{bench.model}\n" if bench.model else ""
     return (
         f"megatron_rl selftest: {layout_shown} | "
-        f"{setting.device}, {setting.process_group_backend} | {layout.num_microbatches} micro-batches a rank, "
+        f"{bench.device.type}, {dist.get_backend()} | {layout.num_microbatches} micro-batches a rank, "
         f"{sizes['samples']} samples of {sizes['prompts']} prompts, {sizes['tokens']} tokens\n"
-        f"torch {torch.__version__}, {versions}\n{model}"
-        f"{'':{NAME_WIDTH + 6}s}{'gradient':>11s}{'off by':>9s}{'loss by':>9s}{'norm by' if is_whole else '':>9s}".rstrip()
+        f"torch {torch.__version__}, megatron-core {bench.megatron_version}\n{model}"
+        f"{'':{NAME_WIDTH + 6}s}{'gradient':>11s}{'off by':>9s}{'loss by':>9s}{'norm by':>9s}"
     )
 
 
@@ -206,14 +201,10 @@ def row_text(row: RowResult) -> str:
     return line if row.passed else f"{line}\n      {row.cause}"
 
 
-def closing(setting: Setting, results: Sequence[RowResult], seconds: float) -> str:
-    lines = [cut_text(setting, name, *change) for name, change in setting.cuts.items()]
-    if setting.model:
-        lines += kinds_text(results)
-    lines += [f"left out: {what}" for what in setting.left_out]
+def closing(bench: WholeSteps, results: Sequence[RowResult], seconds: float) -> str:
+    lines = kinds_text(results) + [f"left out: {what}" for what in bench.left_out]
     total, failed = len(results), sum(not result.passed for result in results)
-    of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
-    verdict = f"FAIL: {failed} of {total} {of_what} fail" if failed else f"PASS: {total} of {total} {of_what}"
+    verdict = f"FAIL: {failed} of {total} rows fail" if failed else f"PASS: {total} of {total} rows"
     return "\n".join([*lines, f"{verdict}, {seconds:.1f} s"])
 
 
@@ -223,13 +214,3 @@ def kinds_text(results: Sequence[RowResult]) -> list[str]:
     for row in results:
         worst |= {kind: max(error, worst.get(kind, 0.0)) for kind, error in row.parts.items()}
     return [f"off by at most: {', '.join(f'{kind} {error:.0e}' for kind, error in worst.items())}"] if worst else []
-
-
-def cut_text(setting: Setting, name: str, length: float, distance: float) -> str:
-    """A figure without a verdict: the definition of this loss holds the micro-batch."""
-    layout = setting.layout
-    ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
-    return (
-        f"cut: the gradient of {name} in {layout.num_microbatches} micro-batches{ranks} is x {length:.4g} as long as in one, "
-        f"and off by {distance:.2g}"
-    )

@@ -9,11 +9,11 @@ import json
 import logging
 import os
 import sys
-import warnings
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.train.options import DEFAULT_SAMPLES_PER_PROMPT, PLOT_FILE, TrainOptions, add_train_args, set_preset_defaults
 from megatron_rl.train.plots import plot_curves
 from megatron_rl.train.tasks import make_task
-from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
+from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written, read_metrics
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -46,6 +46,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def run(args: Namespace) -> int:
+    from megatron_rl.megatron.cpu import quiet_megatron
     from megatron_rl.train.output_dir import check_vocabulary
 
     logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
@@ -56,7 +57,6 @@ def run(args: Namespace) -> int:
         prompts=options.prompts,
         reward=options.reward,
         max_new_tokens=options.max_new_tokens,
-        end_token=options.end_token,
         hf_checkpoint=options.hf_checkpoint,
         vocab_size=options.vocab_size,
     )
@@ -88,14 +88,12 @@ def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, Polic
 
 def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     """The picture and the closing line, or one JSON object on stdout."""
-    output_dir = Path(options.output_dir)
-    metrics = output_dir / METRICS_FILE
-    plot = None
-    if options.plot and outcome.progress.num_steps:
-        plot = output_dir / PLOT_FILE
+    metrics, plot, progress = Path(options.output_dir) / METRICS_FILE, None, outcome.progress
+    rows = read_metrics(metrics)
+    if rows and find_spec("matplotlib") is not None:
+        plot = Path(options.output_dir) / PLOT_FILE
         with names_what_cannot_be_written(plot):
-            plot_curves(metrics, plot, f"{config.policy_loss}, {config.loss_aggregation}", x_axis=options.x_axis)
-    progress = outcome.progress
+            plot_curves(rows, plot, f"{config.policy_loss}, {config.loss_aggregation}")
     if options.json:
         summary = {
             **asdict(progress),
@@ -116,24 +114,10 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint, save_hf) if path is not None)
     if options.save_hf is not None and save_hf is None:
         places += f"\nmegatron_rl: --save-hf {options.save_hf} is written when the run is complete: --resume goes on"
-    from megatron_rl.loss_hub import clip_of, get_policy_loss, is_built_in
-
-    unclipped = ""
-    if progress.clipped_ratio_fraction == 0 and clip_of(config) is not None:
-        unclipped = f"\nmegatron_rl: the clip touched none of {progress.samples_seen} samples: this run is one without a clip"
-        if not is_built_in(get_policy_loss(config.policy_loss).name):
-            unclipped += ", if the loss returns is_clipped"
     print(
         f"megatron_rl: {outcome.reason}; mean reward {progress.first_reward:.3f} -> {progress.last_reward:.3f} in "
-        f"{progress.num_rollouts} rollouts, {progress.num_steps} steps{skipped}, {outcome.seconds:.0f} s{unclipped}\n"
+        f"{progress.num_rollouts} rollouts, {progress.num_steps} steps{skipped}, {outcome.seconds:.0f} s\n"
         f"megatron_rl: {places}",
         file=sys.stderr,
         flush=True,
     )
-
-
-def quiet_megatron() -> None:
-    """Megatron-Core warns at import of what it does without (Transformer Engine, apex); `doctor` is the place for that."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # what it logs it raises too

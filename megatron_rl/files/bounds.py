@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,13 +32,6 @@ def read_regular(path: str | Path, most: int = LARGEST_SETTINGS) -> bytes:
     if len(content) > most:
         raise OSError(f"it has more than {most} bytes, which is no size of such a file")
     return content
-
-
-def check_regular(folder: Path, patterns: Sequence[str], most: int = 2**28) -> None:
-    """Raises OSError for an entry of the folder that is no regular file, or too large: before a library reads it."""
-    for path in (path for pattern in patterns for path in folder.glob(pattern)):
-        if not path.is_file() or path.stat().st_size > most:
-            raise OSError(f"{path.name} is no regular file of at most {most} bytes")
 
 
 def check_depth(value: Any, levels: int = MOST_DEPTH) -> None:

@@ -53,6 +53,11 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def finished_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """As numbered_lines, without a last one that a killed run has left unfinished."""
+    return ((number, line) for number, line in numbered_lines(path) if line.endswith(b"\n"))
+
+
 def read_json(path: str | Path, most: int = LARGEST_SETTINGS) -> Any:
     """The value of a regular file in UTF-8. Raises OSError and ValueError."""
     return parse_json(read_regular(path, most).decode("utf-8"))
@@ -65,7 +70,7 @@ def read_saved(path: str | Path, field: str) -> Any:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path} cannot be read as {field!r} of a run ({type(error).__name__}): restore it from where the run was copied, and "
-            "resume with the --prompts and --hf-checkpoint that it began with"
+            "resume with the --prompts that it began with"
         ) from error
 
 

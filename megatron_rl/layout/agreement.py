@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Real
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.layout.groups import Group, all_gather_stack, all_reduce_sum, group_device, process_group, world_group
+from megatron_rl.layout.groups import Group, all_gather_stack, group_device, process_group, world_group
 
 # One message of a rank, padded to this size: about thirty values of 60 characters, or the text of an error.
 MESSAGE_BYTES = 4096
@@ -153,74 +152,40 @@ def _digest(values: Tensor) -> str:
 
 
 T = TypeVar("T")
-# How often a working rank tells the waiting ranks that it lives: far below the time limit of a collective.
-SECONDS_BETWEEN_SIGNS_OF_LIFE = 10.0
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Runs `work` on each rank; returns the results of all ranks. Without torch.distributed there is one rank.
 
-    A ConfigError, DataError, RunError or OSError of one rank is raised on all of them (an OSError as a RunError), so that no rank
-    waits for one that has ended. Any other exception is raised on its rank alone.
+    An exception of one rank is raised on all of them, so that no rank waits for one that has ended: ConfigError, DataError and
+    RunError as they are, an OSError as a RunError; any other on its rank, and as a RunError with its text on the others.
     Communication: one all-gather of objects over all ranks.
     """
     own: Exception | None = None
     answers: list[T] = []
     try:
         answers.append(work())
-    except (ConfigError, DataError, RunError) as error:
-        own = error
     except OSError as error:
-        own = RunError(str(error))
-    outcome = (answers, None if own is None else (type(own), str(own)))
-    outcomes = all_gather_objects(outcome) if dist.is_initialized() else [outcome]
+        own = RunError(_with_notes(error))
+    except Exception as error:
+        own = error
+    failure: tuple[type[Exception], str] | None = None
+    if isinstance(own, ConfigError | DataError | RunError):
+        failure = type(own), str(own)
+    elif own is not None:
+        failure = RunError, f"{type(own).__name__}: {_with_notes(own)}"
+    outcomes = all_gather_objects((answers, failure)) if dist.is_initialized() else [(answers, failure)]
     if own is not None:
         raise own
-    for rank, (_, failure) in enumerate(outcomes):
-        if failure is not None:
-            kind, text = failure
+    for rank, (_, of_rank) in enumerate(outcomes):
+        if of_rank is not None:
+            kind, text = of_rank
             raise kind(f"rank {rank}: {text}")
     return [answer for answers, _ in outcomes for answer in answers]
 
 
-def finish_together(work: Iterable[Callable[[], T]], group: Group) -> list[T]:
-    """Runs the calls of `work` and returns their results on this rank, when every rank has finished; `group` holds all ranks.
-
-    A collective of a waiting rank waits for one call and SECONDS_BETWEEN_SIGNS_OF_LIFE at most, even if another rank works much
-    longer. An exception of one rank ends the work on all: that rank raises it, the others raise a RunError with its text.
-    Communication: one all-reduce of two numbers for each sign of life; after an exception one all-gather of objects over all ranks.
-    """
-    found: list[T] = []
-    calls, failure, is_done = iter(work), None, False
-    while True:
-        until = time.monotonic() + SECONDS_BETWEEN_SIGNS_OF_LIFE
-        while not is_done and time.monotonic() < until:
-            call = next(calls, None)
-            if call is None:
-                is_done = True
-                break
-            try:
-                found.append(call())
-            except Exception as error:
-                failure, is_done = error, True
-        state = torch.tensor([not is_done, failure is not None], dtype=torch.int64, device=group_device(group))
-        num_working, num_failed = all_reduce_sum(state, group).tolist()
-        if num_failed or not num_working:
-            break
-    if failure is not None and group.size() == 1:
-        raise failure
-    if num_failed:
-        _raise_together(failure)
-    return found
-
-
-def _raise_together(failure: Exception | None) -> None:
-    kind = "" if isinstance(failure, ConfigError | DataError | RunError) else f"{type(failure).__name__}: "
-    notes = "" if failure is None else "".join(f" ({note})" for note in getattr(failure, "__notes__", []))
-    texts = all_gather_objects(None if failure is None else f"{kind}{failure}{notes}")
-    if failure is not None:
-        raise failure
-    raise RunError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None))
+def _with_notes(error: Exception) -> str:
+    return str(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
 
 
 def is_lost_rank(error: RuntimeError) -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -41,8 +38,6 @@ from megatron_rl.ops.log_probs import (
     row_kernels,
 )
 from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support
-
-_watch: ContextVar[Callable[..., LossResult] | None] = ContextVar("_watch", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,19 +369,8 @@ def has_twin(loss: PolicyLoss, settings: LossSettings) -> bool:
 
 def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
     """reduce_loss_triton where the backend is Triton and there are twins, else reduce_loss_torch."""
-    reducer, watch = reduce_loss_torch, _watch.get()
-    if has_twin(loss, settings):
-        from megatron_rl.losses.reduce_triton import reduce_loss_triton
+    if not has_twin(loss, settings):
+        return reduce_loss_torch
+    from megatron_rl.losses.reduce_triton import reduce_loss_triton
 
-        reducer = reduce_loss_triton
-    return reducer if watch is None else partial(watch, reducer)
-
-
-@contextmanager
-def watching_losses(watch: Callable[..., LossResult]) -> Iterator[None]:
-    """Inside, each loss calls watch(reducer, *what the reducer is called with), which returns the reducer's result."""
-    before = _watch.set(watch)
-    try:
-        yield
-    finally:
-        _watch.reset(before)
+    return reduce_loss_triton

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import ModuleType
@@ -76,8 +78,17 @@ def hide_transformer_engine() -> None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # None makes the import raise ImportError
 
 
+def quiet_megatron() -> None:
+    """Silences the warnings of Megatron's and torch's modules in this process. At its import Megatron-Core warns of what it does
+    without (Transformer Engine, apex), which `megatron-rl doctor` tells."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # what it logs it raises too
+
+
 def import_megatron() -> None:
-    """Imports what a rank uses of Megatron-Core. Raises what its import raises."""
+    """Imports what a rank uses of Megatron-Core, and silences it. Raises what its import raises."""
+    quiet_megatron()
     hide_transformer_engine()
     with _without_compiler():
         import megatron.core.models.gpt  # a release that lacks it, or another package of this name, fails here

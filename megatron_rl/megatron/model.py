@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,15 +79,14 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    values = config_values(**overrides)
+    values = _config_values(overrides)
     kind = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
     config = kind(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values)
     check_pipeline(config)
     return config
 
 
-def config_values(**overrides: Any) -> dict[str, Any]:
-    """The fields that transformer_config sets, for a config that another package makes. Errors: as there."""
+def _config_values(overrides: Mapping[str, Any]) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     accessors = _SIZES_OF_PARALLEL_STATE | (_SIZES_OF_EXPERTS if overrides.get("num_moe_experts") else {})
@@ -315,18 +315,6 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
         )
     if problems:
         raise ConfigError(problems)
-
-
-def in_half_precision(model: GPTModel) -> nn.Module:
-    """The model in Float16Module, with the routers' biases as they were: it rounds them, and a router takes the rounded ones."""
-    from megatron.core.transformer.module import Float16Module
-
-    biases = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("router.expert_bias")}
-    wrapped: nn.Module = Float16Module(model.config, model)
-    for name, bias in biases.items():
-        router = model.get_submodule(name.rpartition(".")[0])
-        router.register_buffer("expert_bias", bias)
-    return wrapped
 
 
 def global_parameter_name(model: GPTModel, name: str) -> str:

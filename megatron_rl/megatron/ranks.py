@@ -9,7 +9,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from megatron_rl.megatron.cpu import install_cpu_support
+from megatron_rl.megatron.cpu import install_cpu_support, quiet_megatron
 
 # A rank that waits longer for the others has lost one of them.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -53,8 +53,10 @@ def initialize_ranks(
 ) -> torch.device:
     """Makes the process group, as join_ranks, and parallel_state, from torchrun's environment or for one process.
 
-    Without CUDA it installs the package's CPU support. Returns the device of this rank. Communication: the making of groups.
+    Without CUDA it installs the package's CPU support. Warnings of Megatron's and torch's modules are silent from here on. Returns
+    the device of this rank. Communication: the making of groups.
     """
+    quiet_megatron()
     device = join_ranks()
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +11,11 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group
 from megatron_rl.megatron.model import is_of_expert
-from megatron_rl.megatron.probe import CAUSES, TOLERANCE, cause_of, factor_names
+from megatron_rl.megatron.probe import cause_of
 from megatron_rl.testing.layout_step import Layout, RankStep, Shards, StepSample
 
 # The relative residual beside a gradient that is a multiple of the true one is at most this.
 MULTIPLE_TOLERANCE = 1e-4
-# Factors that may be left in or taken twice together.
-FACTORS = ("dp", "cp", "micro-batches", "tp")
-# A factor of these may be a product of FACTORS as well.
-COUNTS = {"samples", "prompts", "tokens", "rows"}
 # After an all-reduce replicas hold the same bits; a norm that sequence parallelism sums in another order differs by 1e-7.
 REPLICA_TOLERANCE = 1e-4
 
@@ -86,76 +81,36 @@ def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], e
     if ratio == 0 and residual == 0:
         return "no gradient arrives"
     if residual < MULTIPLE_TOLERANCE * -ratio:
-        return (
-            f"gradient is {ratio:.6g} of {expected}, with the other sign: return the loss, which is minimised, not the objective; "
-            "or are old and new swapped in the ratio?"
-        )
+        return f"gradient is {ratio:.6g} of {expected}, with the other sign: return the loss, which is minimised, not the objective"
     if residual < MULTIPLE_TOLERANCE * ratio:
-        causes = [cause_of(ratio, sizes)]
-        if {name.removeprefix("1/(").removesuffix(")") for name in factor_names(ratio, sizes)} <= COUNTS:
-            causes.append(cause_of_product(ratio, sizes))
-        return f"gradient is {ratio:.6g} of {expected} {'; or '.join(filter(None, causes))}".rstrip()
+        return f"gradient is {ratio:.6g} of {expected} {cause_of(ratio, sizes)}".rstrip()
     return (
-        f"gradient is no multiple of {expected} (nearest {ratio:.4g}, {residual:.2g} beside it): samples weigh otherwise than they "
-        "should, as with another aggregation or counts taken after slicing; or tokens are paired wrongly, as with labels that are "
-        "not moved by one or a mask that is; or the loss has another derivative; or a part of the step is lost"
+        f"gradient is no multiple of {expected} (nearest {ratio:.4g}, {residual:.2g} beside it): samples weigh otherwise, as with "
+        "counts taken after slicing, or tokens are paired wrongly, or a part of the step is lost"
     )
-
-
-def cause_of_product(ratio: float, sizes: Mapping[str, int]) -> str:
-    """As cause_of, for several factors at once, such as 1/(dp x cp x micro-batches) of a loss without its whole scale."""
-    names = [name for name in FACTORS if sizes.get(name, 1) > 1]
-    found = []
-    for powers in itertools.product((-1, 0, 1), repeat=len(names)):
-        chosen = [(name, power) for name, power in zip(names, powers, strict=True) if power]
-        value = math.prod(float(sizes[name]) ** power for name, power in chosen)
-        if len(chosen) > 1 and abs(ratio / value - 1) < TOLERANCE:
-            found.append(chosen)
-    fewest = min((len(chosen) for chosen in found), default=0)
-    found = [chosen for chosen in found if len(chosen) == fewest]
-    if not found:
-        return ""
-    return f"= {' or '.join(map(_shown, found))}: {_causes(found[0]) if len(found) == 1 else 'several factors at once'}"
-
-
-def _causes(chosen: Sequence[tuple[str, int]]) -> str:
-    powers = dict(chosen)
-    if powers.get("dp", 0) == powers.get("cp"):
-        powers = {"dp x cp": powers.pop("dp"), **{name: power for name, power in powers.items() if name != "cp"}}
-    return "; and ".join(CAUSES[name][power < 0] for name, power in powers.items())
-
-
-def _shown(chosen: Sequence[tuple[str, int]]) -> str:
-    above = " x ".join(name for name, power in chosen if power > 0) or "1"
-    below = " x ".join(name for name, power in chosen if power < 0)
-    return above if not below else f"{above}/({below})" if " x " in below or "-" in below else f"{above}/{below}"
 
 
 def named_sizes(layout: Layout, samples: Sequence[StepSample], *, rows: int = 1) -> dict[str, int]:
     """The factors of a step that a wrong gradient may be off by. rows: of the logits of each micro-batch."""
-    sizes = {"cp": layout.context, "dp": layout.data}
-    if min(sizes.values()) > 1:
-        sizes["dp x cp"] = layout.data * layout.context
     return {
-        **sizes,
+        "cp": layout.context,
+        "dp": layout.data,
+        "dp x cp": layout.data * layout.context if layout.data > 1 < layout.context else 1,
         "micro-batches": layout.num_microbatches,
         "tp": layout.tensor,
         "pp": layout.pipeline,
-        **({"ep": layout.expert} if layout.expert > 1 else {}),
+        "ep": layout.expert,
         "samples": len(samples),
         "prompts": len({sample.prompt_id for sample in samples}),
         "tokens": sum(sum(sample.loss_mask) for sample in samples),
-        **({"rows": rows} if rows > 1 else {}),
+        "rows": rows,
     }
 
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
     """The comparison with the whole gradient: this rank's shards are cut out of it. As compare_shards."""
-    expected = {name: shard.cut_from(truth.gradient[name]) for shards in found.gradients for name, shard in shards.items()}
-    has_experts = any(is_of_expert(name) for name in truth.gradient)
-    comparison = compare_shards(found.gradients, expected, groups, has_experts=has_experts)
     return replace(
-        comparison,
+        compare_part(found, truth, groups, lambda name: True),
         loss_error=abs(found.loss - truth.loss) / truth.loss_scale,
         loss_ratio=found.loss / truth.loss if truth.loss else math.nan,
         norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
@@ -180,12 +135,10 @@ def compare_shards(
     Communication: an all-reduce of four numbers over tp and pp each, an all-gather of them over dp-cp; for a mixture of experts the
     same over its groups.
     """
-    of_dense = _replicas(found, expected, False, (groups.tp, groups.pp), groups.dp_cp)
-    worst, ranks_differ = _farthest(of_dense)
+    worst, ranks_differ = _farthest(found, expected, False, (groups.tp, groups.pp), groups.dp_cp)
     if has_experts:
         shards, replicas = (resolve_group(None, "expert_mp"), groups.pp), resolve_group(None, "expert_dp")
-        of_experts = _replicas(found, expected, True, shards, replicas)
-        farthest, experts_differ = _farthest(of_experts)
+        farthest, experts_differ = _farthest(found, expected, True, shards, replicas)
         worst, ranks_differ = worst + farthest, ranks_differ or experts_differ
     products, differences, squares, of_truth = worst.tolist()
     ratio = products / of_truth
@@ -202,29 +155,19 @@ def compare_shards(
     )
 
 
-def _replicas(
+def _farthest(
     found: Sequence[Shards], expected: Mapping[str, Tensor], of_experts: bool, shards: Sequence[Group], replicas: Group
-) -> Tensor:  # [replicas, 4] float64, on the CPU
+) -> tuple[Tensor, bool]:
+    """found x truth, |found - truth|^2, |found|^2, |truth|^2 of the replica that is farthest off, [4] float64, and whether replicas
+    differ. What all ranks of the group of the shards hold counts 1 / size on each."""
     sums = torch.zeros(4, dtype=torch.float64)
-    for gradients in found:
-        sums += _sums({name: shard for name, shard in gradients.items() if is_of_expert(name) == of_experts}, expected)
+    for name, shard in (item for gradients in found for item in gradients.items() if is_of_expert(item[0]) == of_experts):
+        one, truth, share = shard.gradient, expected[name], 1.0 / shard.size if shard.dim is None else 1.0
+        pairs = [(one, truth), (one - truth, one - truth), (one, one), (truth, truth)]
+        sums += share * torch.stack([(first * second).sum() for first, second in pairs])
     sums = sums.cuda() if torch.cuda.is_available() else sums
     for group in shards:
         sums = all_reduce_sum(sums, group)
-    return all_gather_stack(sums, replicas).cpu()
-
-
-def _farthest(replicas: Tensor) -> tuple[Tensor, bool]:  # [4], and whether replicas differ
-    worst = replicas[replicas[:, 1].argmax()]  # NaN counts as the largest
-    return worst, bool(((replicas - replicas[:1]).abs() > REPLICA_TOLERANCE * worst[3]).any())
-
-
-def _sums(gradients: Shards, expected: Mapping[str, Tensor]) -> Tensor:  # [4] float64
-    """found x truth, |found - truth|^2, |found|^2, |truth|^2 of this rank's shards. What all ranks of the group of the shards hold
-    counts 1 / size on each."""
-    total = torch.zeros(4, dtype=torch.float64)
-    for name, shard in gradients.items():
-        found, truth, share = shard.gradient, expected[name], 1.0 / shard.size if shard.dim is None else 1.0
-        pairs = [(found, truth), (found - truth, found - truth), (found, found), (truth, truth)]
-        total += share * torch.stack([(first * second).sum() for first, second in pairs])
-    return total
+    of_replicas = all_gather_stack(sums, replicas).cpu()
+    worst = of_replicas[of_replicas[:, 1].argmax()]  # NaN counts as the largest
+    return worst, bool(((of_replicas - of_replicas[:1]).abs() > REPLICA_TOLERANCE * worst[3]).any())

@@ -22,7 +22,6 @@ from megatron_rl.testing.layout_step import (
     Layout,
     LayoutModel,
     RankStep,
-    Routes,
     Shard,
     StepSample,
     TinyGPT,
@@ -57,7 +56,6 @@ class StepResult:
     optimizer_norm: float | None
     metrics: dict[str, float]
     reported: dict[str, float] = field(default_factory=dict)  # what Megatron's train_step would log
-    routes: Routes = field(default_factory=dict)  # of a mixture of experts
 
     def gradient_error(self, truth: StepResult) -> float:
         """Norm of the difference over the norm of the truth, all parameters as one vector."""
@@ -106,12 +104,7 @@ def merged(answers: list[RankStep]) -> StepResult:
     if max(losses) - min(losses) > 1e-6 * max(abs(first.loss), 1e-6):
         raise AssertionError(f"ranks report different losses: {sorted(losses)}")
     reported = next(answer.reported for answer in answers if answer.reported)
-    routes: Routes = {}
-    for answer in answers:
-        differ = [key for key, experts in answer.routes.items() if routes.setdefault(key, experts) != experts]
-        if differ:
-            raise AssertionError(f"ranks route the same token to other experts: (layer, sample, position) {differ[:3]}")
-    return StepResult(first.loss, whole, first.optimizer_norm, first.metrics, reported, routes)
+    return StepResult(first.loss, whole, first.optimizer_norm, first.metrics, reported)
 
 
 def with_old_log_probs(step: Sequence[StepSample], old_log_probs: Sequence[list[float]]) -> list[StepSample]:

@@ -5,10 +5,9 @@ No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,10 +32,9 @@ from megatron_rl.layout.groups import (
 )
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
-from megatron_rl.megatron.hybrid_schedule import HybridRounds
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.rotary import Rotary, Yarn
-from megatron_rl.megatron.routing import RouteChecker, RouteLog, routers_of
+from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
 from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.metrics.custom import named_metrics
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
 
 # The version that a step trains, where its samples have one.
 POLICY_VERSION = 10
-# (global number of the layer, sample of the step, position in the sample) -> the experts that it was sent to.
-Routes = dict[tuple[int, int, int], tuple[int, ...]]
 
 
 class Shard(NamedTuple):
@@ -94,10 +90,8 @@ class Layout:
     expert_tensor: int | None = None  # None: as Megatron, the tensor-parallel size
     virtual_pipeline: int | None = None
     num_microbatches: int = 1
-    context_sizes: tuple[int | tuple[int, ...], ...] = ()
-    """The size of the context-parallel groups of each micro-batch, of neighbours in dp-cp, or the sizes of its groups in order: a
-    group begins at a multiple of its size. (): `context` for all micro-batches."""
-    hybrid_schedule: bool = False  # Megatron-Core's, in rounds of context_sizes; a micro-batch for each sample
+    context_sizes: tuple[int, ...] = ()
+    """The size of the context-parallel groups, of neighbours in dp-cp, of each micro-batch. (): `context` for all."""
     sequence_parallel: bool = False
     packed: bool = False
     distributed_optimizer: bool = False
@@ -109,20 +103,8 @@ class Layout:
     def world_size(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
 
-    @property
-    def sizes_of_groups(self) -> list[int]:
-        """The context-parallel sizes that its micro-batches have."""
-        return sorted({size for index in range(self.num_microbatches) for size in self._groups(index)})
-
-    def place_of(self, dp_cp_rank: int, microbatch: int) -> tuple[int, int, int]:
-        """(number of the rank's context-parallel group in this micro-batch, number of groups, size of the rank's)."""
-        sizes = self._groups(microbatch)
-        number = bisect.bisect_right(list(itertools.accumulate(sizes)), dp_cp_rank)
-        return number, len(sizes), sizes[number]
-
-    def _groups(self, microbatch: int) -> tuple[int, ...]:
-        sizes = self.context_sizes[microbatch] if self.context_sizes else self.context
-        return sizes if isinstance(sizes, tuple) else (sizes,) * (self.data * self.context // sizes)
+    def context_of(self, microbatch: int) -> int:
+        return self.context_sizes[microbatch] if self.context_sizes else self.context
 
     def over(self, context: int) -> Layout:
         """As many ranks with another context-parallel size."""
@@ -148,20 +130,9 @@ class Layout:
         sizes |= {"EP": self.expert, "ETP": self.expert_tensor}
         name = "x".join(f"{letters}{size}" for letters, size in sizes.items() if size and size > 1) or "one rank"
         if self.context_sizes:
-            parts = (str(size) if isinstance(size, int) else "+".join(map(str, size)) for size in self.context_sizes)
-            name += f" as CP {', '.join(parts)}"
-        flags = (
-            *(
-                "hybrid_schedule",
-                "sequence_parallel",
-                "packed",
-                "distributed_optimizer",
-                "average_in_collective",
-                "overlap_grad_reduce",
-            ),
-            "calculate_per_token_loss",
-        )
-        return ", ".join([name, f"M{self.num_microbatches}", *(flag for flag in flags if getattr(self, flag))])
+            name += f" as CP {', '.join(map(str, self.context_sizes))}"
+        flags = [field.name for field in fields(self) if getattr(self, field.name) is True]
+        return ", ".join([name, f"M{self.num_microbatches}", *flags])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,9 +210,8 @@ def tiny_like(shape: ModelShape, layout: Layout) -> TinyGPT:
 
 
 def build_tiny(tiny: TinyGPT, config: TransformerConfig, row_length: int, **options: Any) -> GPTModel:
-    """One stage of the model. options: of build_gpt_model. The bias of experts is 0 in a new model: one that no step moves has the
-    values of a loaded one here, so that it changes the choice."""
-    model = build_gpt_model(
+    """One stage of the model. options: of build_gpt_model."""
+    return build_gpt_model(
         config,
         vocab_size=tiny.vocab_size,
         max_sequence_length=row_length,
@@ -250,11 +220,6 @@ def build_tiny(tiny: TinyGPT, config: TransformerConfig, row_length: int, **opti
         rotary=tiny.rotary,
         **options,
     )
-    if config.moe_router_enable_expert_bias and not config.moe_router_bias_update_rate:
-        for router in routers_of(model):
-            numbers = torch.Generator().manual_seed(router.layer_number)
-            router.expert_bias.copy_(config.init_method_std * torch.randn(router.expert_bias.shape, generator=numbers))
-    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +232,6 @@ class RankStep:
     optimizer_norm: float | None
     metrics: dict[str, float]
     reported: dict[str, float]
-    routes: Routes = field(default_factory=dict)  # of this rank's own tokens
 
 
 class LayoutModel:
@@ -281,7 +245,7 @@ class LayoutModel:
         from megatron.core.transformer.module import Float16Module
 
         self.layout, self.tiny, self.groups = layout, tiny, resolve_groups()
-        self.context_groups = make_context_groups(layout.sizes_of_groups) if layout.context_sizes else {}
+        self.context_groups = make_context_groups(layout.context_sizes) if layout.context_sizes else {}
         config = transformer_config(
             num_layers=tiny.num_layers,
             hidden_size=tiny.hidden_size,
@@ -290,7 +254,6 @@ class LayoutModel:
             calculate_per_token_loss=layout.calculate_per_token_loss,
             finalize_model_grads_func=finalize_model_grads,
             bf16=tiny.bf16,
-            **({"hybrid_context_parallel": True} if layout.hybrid_schedule else {}),
             **tiny.expert_options,
         )
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]
@@ -321,31 +284,15 @@ class LayoutModel:
             config.no_sync_func = self.models[0].no_sync
 
     def step(self, policy_config: PolicyLossConfig, samples: Sequence[StepSample]) -> RankStep:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        models, groups, layout = self.models, self.groups, self.layout
-        batches = make_step_batches(policy_config, layout, samples, groups, self.context_groups, models[0].config)
+        models, groups = self.models, self.groups
+        batches = make_step_batches(policy_config, self.layout, samples, groups, self.context_groups, models[0].config)
         forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
         forward_step.announces_factor = self.announces_factor
         for model in models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add
-        iterators: list[Any] = [iter(batches) for _ in models]
-        schedule_step: Any = forward_step
-        if layout.hybrid_schedule:
-            rounds = HybridRounds(self._rounds(batches, len(samples)), groups.dp_cp)
-            iterators, schedule_step = [rounds.data_iterator()], rounds.forward_step(forward_step)
-        is_chunked = len(models) > 1
-        with RouteLog(models) as log, RouteChecker(models) as forward_step.route_checker:
-            scaled = get_forward_backward_func()(
-                forward_step_func=schedule_step,
-                data_iterator=iterators if is_chunked else iterators[0],
-                model=models if is_chunked else models[0],
-                num_microbatches=len(batches),
-                seq_length=batches[0].tokens.shape[1] * groups.cp.size(),
-                micro_batch_size=batches[0].tokens.shape[0],
-                forward_only=False,
-            )
+        with RouteChecker(models) as forward_step.route_checker:
+            scaled = self.run_schedule(forward_step, batches)
         forward_step.route_checker.raise_first()
         reports = forward_step.take_reports()
         check_finite(reports)
@@ -353,7 +300,7 @@ class LayoutModel:
         gradients = [named_shards(model) for model in models]
         _, norm, _ = self.optimizer.step()
         reported = as_train_step_logs(scaled, groups)
-        loss = broadcast_from_last(_on_device(reported.get("policy/loss", 0.0)), groups.pp)
+        loss = torch.tensor(reported.get("policy/loss", 0.0), dtype=torch.float64, device=group_device(groups.pp))
         metrics = {}
         if policy_config.policy_metrics != "none":
             has_entropy = policy_config.policy_metrics == "with_entropy"
@@ -362,17 +309,24 @@ class LayoutModel:
             metrics = step_metrics(statistics, groups, has_entropy=has_entropy, custom=custom)
             if self.tiny.expert_options.get("num_moe_experts"):
                 metrics |= forward_step.route_checker.metrics(groups)
-        # A layer that is recomputed has its routes twice, and the hybrid schedule has micro-batches of its own.
-        has_no_order = layout.hybrid_schedule or any(
-            self.tiny.expert_options.get(name) for name in ("recompute_granularity", "moe_layer_recompute")
-        )
-        routes = {} if has_no_order else routes_of_step(log, batches, layout, groups, len(samples))
-        return RankStep(float(loss), gradients, float(norm), metrics, reported, routes)
+        return RankStep(float(broadcast_from_last(loss, groups.pp)), gradients, float(norm), metrics, reported)
 
-    def _rounds(self, batches: list[PolicyBatch], num_samples: int) -> list[list[PolicyBatch]]:
-        rest = iter(batches)
-        numbers = (samples_of(self.layout, self.groups, index, num_samples) for index in range(self.layout.num_microbatches))
-        return [list(itertools.islice(rest, max(1, len(of_round)))) for of_round in numbers]
+    def run_schedule(self, forward_step: Callable[..., Any], batches: Sequence[PolicyBatch]) -> list[dict[str, Tensor]]:
+        """The reports of Megatron's schedule."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterators = [iter(batches) for _ in self.models]
+        is_chunked = len(self.models) > 1
+        reports: list[dict[str, Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if is_chunked else iterators[0],
+            model=self.models if is_chunked else self.models[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
+            micro_batch_size=batches[0].tokens.shape[0],
+            forward_only=False,
+        )
+        return reports
 
 
 def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGroups) -> dict[str, float]:
@@ -382,37 +336,16 @@ def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGro
     return {name: float(pair[0] / pair[1]) for name, pair in zip(names, pairs, strict=True)}
 
 
-def routes_of_step(
-    log: RouteLog, batches: Sequence[PolicyBatch], layout: Layout, groups: ParallelGroups, num_samples: int
-) -> Routes:
-    """The routes of this rank's tokens by sample and position. Samples lie in micro-batches as make_step_batches puts them."""
-    routes: Routes = {}
-    for layer, maps in log.by_layer.items():
-        for microbatch, (batch, chosen) in enumerate(zip(batches, maps, strict=True)):
-            # [S, B]: the router's order.
-            places, is_padding = (values.view(batch.tokens.shape).t().cpu() for values in (batch.row_positions, batch.is_padding))
-            if layout.sequence_parallel:
-                places, is_padding = (values.chunk(groups.tp.size())[groups.tp.rank()] for values in (places, is_padding))
-            starts = [0, *itertools.accumulate(batch.host.document_lengths or ())]
-            for place, row, padding in zip(places.flatten().tolist(), chosen, is_padding.flatten().tolist(), strict=True):
-                if padding:
-                    continue
-                document = bisect.bisect_right(starts, place) - 1
-                sample = samples_of(layout, groups, microbatch, num_samples)[document]
-                routes[layer, sample, place - starts[document]] = tuple(row.nonzero().flatten().tolist())
-    return routes
-
-
 def samples_of(
     layout: Layout, groups: ParallelGroups, microbatch: int, num_samples: int, units: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
-    """The numbers of this rank's samples in a micro-batch, or in a round of the hybrid schedule. Ranks and micro-batches take the
-    step's samples in turn, so prompt groups are split over both. units: the numbers of samples that stay together; None: each is
-    alone."""
+    """The numbers of this rank's samples in a micro-batch. Ranks and micro-batches take the step's samples in turn, so both split
+    prompt groups. units: the numbers of samples that stay together; None: each is alone."""
     units = [[number] for number in range(num_samples)] if units is None else units
     if not layout.context_sizes:
         return [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches])]
-    number, num_groups, _ = layout.place_of(groups.dp_cp.rank(), microbatch)
+    size = layout.context_of(microbatch)
+    number, num_groups = groups.dp_cp.rank() // size, groups.dp_cp.size() // size
     return [*itertools.chain(*units[microbatch :: layout.num_microbatches][number::num_groups])]
 
 
@@ -434,8 +367,8 @@ def make_step_batches(
     model_config: Any = None,  # a TransformerConfig
 ) -> list[PolicyBatch]:
     """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
-    without them has them, and then moved. The hybrid schedule has a micro-batch for each sample. model_config: of a model with
-    multi-token prediction. Communication: that of weigh_samples, and an all-reduce over dp-cp for the shape of the rows."""
+    without them has them, and then moved. model_config: of a model with multi-token prediction.
+    Communication: that of weigh_samples, and an all-reduce over dp-cp for the shape of the rows."""
     units = units_of(policy_config, step)
     numbers = [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()])]
     mine = [step[number] for number in numbers]
@@ -455,10 +388,7 @@ def make_step_batches(
         dist.all_gather_object(of_ranks, weighed, group=process_group(groups.dp))
         weighed = {number: sample for of_rank in of_ranks for number, sample in of_rank.items()}
     parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step), units)] for index in range(layout.num_microbatches)]
-    sizes = [layout.place_of(groups.dp_cp.rank(), index)[2] for index in range(layout.num_microbatches)]
-    if layout.hybrid_schedule:
-        sizes = [size for size, part in zip(sizes, parts, strict=True) for _ in range(max(1, len(part)))]
-        parts = [part[index : index + 1] for part in parts for index in range(max(1, len(part)))]
+    sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
     context = StepContext(
         totals=totals,
         num_microbatches=len(parts),
@@ -491,7 +421,8 @@ def _local_multiple(layout: Layout) -> int:
 def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     """The length of the longest sample's row, padded for this layout."""
     longest = max(len(sample.tokens) for sample in step)
-    return max(padded_length(longest, size, multiple=_local_multiple(layout)) for size in layout.sizes_of_groups)
+    sizes = layout.context_sizes or (layout.context,)
+    return max(padded_length(longest, size, multiple=_local_multiple(layout)) for size in sizes)
 
 
 def gather_distributed_gradients(models) -> None:
@@ -520,7 +451,3 @@ def named_shards(model) -> Shards:
         parts = halves_of(name, model.config)
         shards[global_parameter_name(bare, name)] = Shard(dim, group.rank(), group.size(), gradient, parts)
     return shards
-
-
-def _on_device(value: float) -> Tensor:  # 0-d float64
-    return torch.tensor(value, dtype=torch.float64, device=torch.device(torch.cuda.current_device()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,60 +40,44 @@ class LossBatch:
     dp_group: ProcessGroup
 
 
-class StepRows:
-    """The tokens of a whole step, one sample after another. A row predicts the token that follows it, and the last row of a sample
-    nothing."""
+class WholeStep:
+    """The tokens of a whole step, one sample after another, with logits equal on all ranks. A row predicts the token that follows
+    it, and the last row of a sample nothing."""
 
-    def __init__(self, samples: Sequence[StepSample]):
-        self.samples = list(samples)
-        lengths = [len(sample.tokens) for sample in samples]
-        self.starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    def __init__(self, samples: list[StepSample], vocab_size: int, dtype: torch.dtype):
+        self.samples, self.vocab_size = samples, vocab_size
+        self.starts = torch.tensor([0, *(len(sample.tokens) for sample in samples)]).cumsum(0).tolist()
         self.labels = torch.cat([torch.tensor([*sample.tokens[1:], 0]) for sample in samples])  # [R]
-        self.loss_mask = self.column([sample.loss_mask for sample in samples]).bool()  # [R]
+        masks = [[0] * (len(one.tokens) - len(one.loss_mask) - 1) + [*one.loss_mask, 0] for one in samples]
+        self.loss_mask = torch.tensor([bit for mask in masks for bit in mask]).bool()  # [R]
+        num_rows, generator = len(self.labels), torch.Generator().manual_seed(7)
+        self.logits = torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64).to(dtype)
+        noise = 0.2 * torch.randn(num_rows, generator=generator, dtype=torch.float64)
+        log_probs = torch.log_softmax(self.logits.double(), -1).gather(1, self.labels[:, None])[:, 0]
+        self.old_log_probs = (log_probs + noise).to(dtype)
+        self.counts = [sum(sample.loss_mask) for sample in samples]
+        self.prompt_counts = {sample.prompt_id: 0 for sample in samples}
+        for sample, count in zip(samples, self.counts, strict=True):
+            self.prompt_counts[sample.prompt_id] += count
 
-    def column(self, of_responses: Sequence[Sequence[float]]) -> Tensor:  # [R]; 0 where a row predicts no token of a response
-        prompts = [len(sample.tokens) - len(sample.loss_mask) for sample in self.samples]
-        rows = [[0.0] * (prompt - 1) + [*values, 0.0] for prompt, values in zip(prompts, of_responses, strict=True)]
-        return torch.tensor([value for row in rows for value in row])
-
-    def slices(self, chosen: Sequence[int], groups: ParallelGroups) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows [T] of this context-parallel rank, of these samples packed; whether each is a token and not padding [T];
-        cu_seqlens [N + 1]). Padding repeats its document's last row, which is masked."""
+    def batch(
+        self, mine: list[int], layout: Layout, groups: ParallelGroups, *, vocab_start: int
+    ) -> tuple[LossBatch, Tensor, Tensor]:
+        """(the micro-batch of these samples, the row in the step of each local token, whether each is a token and not padding).
+        Padding repeats its document's last row, which is masked."""
         rows, is_token, sizes = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.bool)], [0]
-        for index in chosen:
+        for index in mine:
             length = len(self.samples[index].tokens)
             order = local_positions(length, groups.cp.rank(), groups.cp.size())
             rows.append(self.starts[index] + order.clamp(max=length - 1))
             is_token.append(order < length)
             sizes.append(order.numel())
-        return torch.cat(rows), torch.cat(is_token), torch.tensor(sizes).cumsum(0).to(torch.int32)
-
-
-class WholeStep:
-    """The whole step: logits of each token of each sample, equal on all ranks, and the global counts."""
-
-    def __init__(self, samples: list[StepSample], vocab_size: int, dtype: torch.dtype):
-        self.samples, self.vocab_size, self.rows = samples, vocab_size, StepRows(samples)
-        num_rows, generator = len(self.rows.labels), torch.Generator().manual_seed(7)
-        self.logits = torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64).to(dtype)
-        noise = 0.2 * torch.randn(num_rows, generator=generator, dtype=torch.float64)
-        log_probs = torch.log_softmax(self.logits.double(), -1).gather(1, self.rows.labels[:, None])[:, 0]
-        self.old_log_probs = (log_probs + noise).to(dtype)
-        self.counts = [sum(sample.loss_mask) for sample in samples]
-        self.prompt_counts: dict[str, int] = {}
-        for sample, count in zip(samples, self.counts, strict=True):
-            self.prompt_counts[sample.prompt_id] = self.prompt_counts.get(sample.prompt_id, 0) + count
-
-    def batch(
-        self, mine: list[int], layout: Layout, groups: ParallelGroups, *, vocab_start: int
-    ) -> tuple[LossBatch, Tensor, Tensor]:
-        """(the micro-batch of these samples, the row in the step of each local token, whether each is a token and not padding)."""
-        rows, is_token, cu_seqlens = self.rows.slices(mine, groups)
-        chosen = [self.samples[index] for index in mine]
+        chosen, here = [self.samples[index] for index in mine], torch.cat(rows)
+        cu_seqlens = torch.tensor(sizes).cumsum(0).to(torch.int32)
         batch = LossBatch(
-            labels=self.rows.labels[rows],
-            loss_mask=self.rows.loss_mask[rows],
-            old_log_probs=self.old_log_probs[rows],
+            labels=self.labels[here],
+            loss_mask=self.loss_mask[here],
+            old_log_probs=self.old_log_probs[here],
             advantages=torch.tensor([sample.advantage for sample in chosen], dtype=self.logits.dtype),
             cu_seqlens=cu_seqlens,
             document_ids=torch.arange(len(mine)).repeat_interleave(cu_seqlens.diff()),
@@ -111,4 +94,4 @@ class WholeStep:
             cp_group=process_group(groups.cp),
             dp_group=process_group(groups.dp),
         )
-        return batch, rows, is_token
+        return batch, here, torch.cat(is_token)

@@ -6,14 +6,15 @@ A declaration without torch: a command line reads the names. `tiny_like` in layo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import ConfigError
 
 # Activations by the names that they have in torch.nn.functional, or in Megatron-Core.
 SILU, QUICK_GELU = "silu", "quick_gelu"
+HEADS = 4  # of attention, at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,29 +25,21 @@ class ModelShape:
     source: str  # the published config.json
     contains: str  # in words
     options: Mapping[str, object]
-    heads: int = 4  # of attention, at least
     groups_of: int | None = None  # heads of one key and value; None: no groups
     expert_groups: int = 1  # of which a token chooses some
     is_mixed: bool = False  # the first layer is dense
     has_shared_expert: bool = False
     rotary: Mapping[str, Any] = field(default_factory=dict)  # keywords of Rotary
     yarn: Mapping[str, Any] | None = None  # of its Yarn
-    has_mtp: bool = False  # a layer of multi-token prediction
-    takes_expert_tensor: bool = True  # whether ranks may share an expert
-    least_release: str = "0.13"  # of Megatron-Core that has the options
 
     def num_heads(self, tensor: int) -> int:
         """A multiple of the tensor-parallel size, with a key and value head for each rank."""
         unit = tensor * (self.groups_of or 1)
-        return unit * -(-self.heads // unit)
-
-    @property
-    def mtp_options(self) -> dict[str, object]:
-        return dict(MTP) if self.has_mtp else {}
+        return unit * -(-HEADS // unit)
 
     def sized_options(self, *, tensor: int, pipeline: int, expert: int, expert_tensor: int) -> dict[str, object]:
         """The options with the sizes of a layout: two layers a pipeline stage, two experts or more a rank, groups of four."""
-        heads, unit = self.num_heads(tensor), math.lcm(expert, self.expert_groups)
+        unit = math.lcm(expert, self.expert_groups)
         sizes: dict[str, object] = {
             "ffn_hidden_size": 16 * tensor,
             "num_moe_experts": unit * -(-max(8, 4 * self.expert_groups, 2 * expert) // unit),
@@ -54,76 +47,13 @@ class ModelShape:
             "moe_layer_freq": (0 if self.is_mixed else 1,) + (1,) * (2 * pipeline - 1),
         }
         if self.groups_of is not None:
-            sizes["num_query_groups"] = heads // self.groups_of
+            sizes["num_query_groups"] = self.num_heads(tensor) // self.groups_of
         if self.has_shared_expert:
             sizes["moe_shared_expert_intermediate_size"] = 8 * tensor
-        return {**sizes, **self.options, **self.mtp_options}
-
-    def problems(self, *, tensor: int, expert_tensor: int, known: Iterable[str], release: str | None) -> list[str]:
-        """Why it cannot be built here. known: the fields of the installed TransformerConfig; release: its version."""
-        missing = [name for name in self.options if name not in {*known}]
-        if missing:
-            return [
-                f"--model-like {self.name} needs {', '.join(missing)}, which the installed Megatron-Core {release} has not: "
-                f"install {self.least_release} or later"
-            ]
-        if expert_tensor > 1 and not self.takes_expert_tensor:
-            advice = f" and --expert-model-parallel-size {tensor}" if tensor > 1 else ""
-            return [
-                f"--model-like {self.name} with --expert-tensor-parallel-size {expert_tensor}: its experts have biases, which "
-                f"each of these ranks would add, and Megatron-Core refuses it; give --expert-tensor-parallel-size 1{advice}"
-            ]
-        return []
+        return {**sizes, **self.options}
 
 
-# DeepSeek-V3, arXiv:2412.19437, section 4.2: a factor of 0.3 first; and GLM-4.5, arXiv:2508.06471, section 2.3.
-MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
 GATED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": SILU, "moe_router_load_balancing_type": "none"}
-# The choice of the field since DeepSeek-V3: sigmoid scores, a bias that moves the choice alone. The bias of a loaded model stays.
-BIASED_SIGMOID = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_bias_update_rate": 0.0,
-}
-# The first length is short, so that YaRN keeps some frequencies, divides others and blends the rest.
-LATENT = {
-    "multi_latent_attention": True,
-    "qk_layernorm": True,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 8,
-    "rope_type": "yarn",
-    "original_max_position_embeddings": 16,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-
-DEEPSEEK_V3 = ModelShape(
-    name="deepseek-v3",
-    source="deepseek-ai/DeepSeek-V3, config.json",
-    contains="multi-latent attention with low-rank queries and YaRN, a dense layer first, sigmoid router with expert bias, "
-    "groups of experts and factor 2.5, a shared expert, a layer of multi-token prediction",
-    options={
-        **GATED,
-        **BIASED_SIGMOID,
-        **LATENT,
-        "rotary_base": 10000,
-        "rotary_scaling_factor": 40,
-        "beta_fast": 32.0,
-        "moe_router_topk": 4,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5,
-    },
-    expert_groups=4,
-    is_mixed=True,
-    has_shared_expert=True,
-    least_release="0.14",  # 0.13 names the first length of YaRN otherwise
-    has_mtp=True,
-)
 SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -137,46 +67,42 @@ SHAPES: Mapping[str, ModelShape] = {
             rotary={"base": 1e6},
         ),
         ModelShape(
-            name="glm-4.5",
-            source="zai-org/GLM-4.5, config.json",
-            contains="grouped queries with biases, norms of queries and keys, half of a head rotates, a dense layer first, sigmoid "
-            "router with expert bias and factor 2.5, a shared expert, a layer of multi-token prediction",
+            name="deepseek-v3",
+            source="deepseek-ai/DeepSeek-V3, config.json",
+            contains="multi-latent attention with low-rank queries and YaRN, a dense layer first, sigmoid router with expert bias, "
+            "groups of experts and factor 2.5, a shared expert, a layer of multi-token prediction",
+            # The first length is short, so that YaRN keeps some frequencies, divides others and blends the rest. The bias of
+            # experts stays. Multi-token prediction: arXiv:2412.19437, section 4.2, a factor of 0.3 first.
             options={
                 **GATED,
-                **BIASED_SIGMOID,
+                "multi_latent_attention": True,
                 "qk_layernorm": True,
-                "add_qkv_bias": True,
-                "kv_channels": 16,
-                "moe_router_topk": 2,
-                "moe_router_num_groups": 1,
-                "moe_router_group_topk": 1,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_head_dim": 8,
+                "qk_pos_emb_head_dim": 8,
+                "v_head_dim": 8,
+                "rope_type": "yarn",
+                "original_max_position_embeddings": 16,
+                "rotary_base": 10000,
+                "rotary_scaling_factor": 40,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_bias_update_rate": 0.0,
+                "moe_router_topk": 4,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 2,
                 "moe_router_topk_scaling_factor": 2.5,
+                "mtp_num_layers": 1,
+                "mtp_loss_scaling_factor": 0.3,
             },
-            groups_of=2,
+            expert_groups=4,
             is_mixed=True,
             has_shared_expert=True,
-            rotary={"base": 1e6, "percent": 0.5},
-            has_mtp=True,
-        ),
-        DEEPSEEK_V3,
-        replace(
-            DEEPSEEK_V3,
-            name="kimi-k2",
-            source="moonshotai/Kimi-K2-Instruct, config.json",
-            contains="as deepseek-v3 with half of the heads, one group of experts, factor 2.827 and another YaRN; no multi-token "
-            "prediction",
-            options={
-                **DEEPSEEK_V3.options,
-                "rotary_base": 50000,
-                "rotary_scaling_factor": 32,
-                "beta_fast": 1.0,
-                "moe_router_num_groups": 1,
-                "moe_router_group_topk": 1,
-                "moe_router_topk_scaling_factor": 2.827,
-            },
-            heads=2,
-            expert_groups=1,
-            has_mtp=False,
         ),
         ModelShape(
             name="gpt-oss",
@@ -200,8 +126,6 @@ SHAPES: Mapping[str, ModelShape] = {
             groups_of=2,
             rotary={"base": 150000},
             yarn={"factor": 32.0, "original_length": 16, "rounds_range": False},
-            takes_expert_tensor=False,
-            least_release="0.15",
         ),
     )
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import faulthandler
+import gc
 import math
 import multiprocessing
 import os
@@ -12,24 +15,28 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.util import Finalize
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.testing.rank_process import Job, serve
+from megatron_rl.megatron.cpu import import_megatron, install_cpu_support
 
 # After the first failure: how long the other ranks may take to report their own.
 _GRACE_SECONDS = 30.0
 # No answer within this is a hang, on a machine whose cores others share too.
 HANG_SECONDS = 300.0
+# The caller ends a rank after the timeout. A rank that runs this much longer has lost its caller.
+_ORPHAN_SECONDS = 15
+_SEED = 123
 # This process's ends of all ranks' pipes. A forked rank closes its copies, so that a pipe ends with its owner.
 _callers_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -54,8 +61,7 @@ def run_ranks(
 ) -> list[Any]:
     """[function(rank, *args) for each rank], computed on `world_size` new gloo ranks with an initialised Megatron.
 
-    The ranks are forked from this process: it imports torch and Megatron once, and `function` may be a closure. Results
-    are pickled. RankPool has the details, and is faster for many calls.
+    `function` may be a closure, and results are pickled. RankPool has the details, and is faster for many calls.
 
         run_ranks(lambda rank: rank * 10, 2)  ->  [0, 10]
     """
@@ -63,13 +69,23 @@ def run_ranks(
         return pool.run(function, *args, **model_parallel)
 
 
-@dataclass
-class _Rank:
+@dataclass(frozen=True)
+class _Job:
+    """One call of `function(rank, *args)` on `world_size` ranks. Their groups meet under `rendezvous`, a name that works once."""
+
+    function: Callable[..., Any]
+    args: tuple
+    world_size: int
+    model_parallel: dict[str, Any]
+    rendezvous: str
+
+
+class _Rank(NamedTuple):
+    """A rank as its caller has it."""
+
     process: Any
     connection: Connection
-    stack_file: str
-    # A fork copies this object into the ranks; only the process that started a rank may end it.
-    owner: int = field(default_factory=os.getpid)
+    stack: IO[bytes]  # where the rank writes its stack when it gets SIGUSR1
 
 
 class RankPool:
@@ -79,31 +95,24 @@ class RankPool:
             pool.run(function, 1, 2, tensor_model_parallel_size=2)                  # function(rank, 1, 2) at TP2 x DP2
             pool.run(function, 3, 4, world_size=2, context_parallel_size=2)         # on ranks 0 and 1 alone, at CP2
 
-    The first call forks the ranks from this process, which takes 0.2 to 0.6 s. Later a function that can be pickled is sent
-    to the living ranks; a closure, or a function of a module that was imported since, makes the pool fork again. A rank
-    sees this process as it was at the fork, without later patches.
+    The first call forks the ranks from this process, which takes 0.2 to 0.6 s. Later a function that can be pickled is sent to the
+    living ranks; a closure, or a function of a module that was imported since, makes the pool fork again. A rank sees this process
+    as it was at the fork, without later patches. Each call begins with the same random state on every rank.
 
-    Each call begins with the same random state on every rank. Ranks are not daemons: dist_checkpointing may start
-    processes.
-
-    A rank that raises, dies or gives no answer within `timeout` seconds makes `run` raise RankError, which names the
-    ranks and holds their tracebacks, or the stack where they hang; the pool then ends all its ranks, and the next call
-    starts new ones.
+    Where a rank raises, dies or gives no answer within `timeout` seconds, `run` raises RankError with tracebacks, or the stacks
+    where they hang; the pool then ends all its ranks, and the next call starts new ones.
 
     use_megatron=False starts plain torch.distributed ranks, for functions that need no megatron-core.
     """
 
     def __init__(self, world_size: int = 4, *, timeout: float = HANG_SECONDS, use_megatron: bool = True):
-        if world_size < 1:
-            raise ConfigError(f"world_size={world_size} must be at least 1")
         self.world_size, self.timeout, self.use_megatron = world_size, timeout, use_megatron
         self._ranks: list[_Rank] = []
         self._known_modules: frozenset[str] = frozenset()
-        self._folder: tempfile.TemporaryDirectory | None = None
-        self._last: Job | None = None
-        self._num_jobs = 0
+        self._layout: tuple[int, dict[str, Any]] | None = None
+        self._num_layouts = 0
         # Also runs when the interpreter ends, before multiprocessing waits for its children there.
-        self._finalizer = weakref.finalize(self, _end_ranks, self._ranks, kill=True)
+        Finalize(self, _end_ranks, args=(self._ranks,), exitpriority=0)
 
     def __enter__(self) -> RankPool:
         return self
@@ -111,52 +120,33 @@ class RankPool:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args,
-        world_size: int | None = None,
-        timeout: float | None = None,
-        **model_parallel,
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args, world_size: int | None = None, **model_parallel) -> list[Any]:
         """[function(rank, *args) for each rank], in rank order; model_parallel goes to initialize_model_parallel."""
         world_size = self.world_size if world_size is None else world_size
-        timeout = self.timeout if timeout is None else timeout
         if not 1 <= world_size <= self.world_size:
             raise ConfigError(f"world_size={world_size} must be in [1, {self.world_size}], the size of this pool")
         if model_parallel and not self.use_megatron:
             raise ConfigError(f"use_megatron=False has no use for {sorted(model_parallel)}")
-        job = Job(function, args, world_size, timeout, self.use_megatron, model_parallel, rendezvous="")
-        payload = self._pickled(self._with_rendezvous(job)) if self._is_alive() else None
+        if self._layout != (world_size, model_parallel):  # else the groups of the last call stay
+            self._layout, self._num_layouts = (world_size, model_parallel), self._num_layouts + 1
+        job = _Job(function, args, world_size, model_parallel, rendezvous=str(self._num_layouts))
+        payload = self._pickled(job) if self._is_alive() else None
         if payload is None:
             self.close()
             self._start(job)
         else:
             for rank in self._ranks[:world_size]:
                 rank.connection.send_bytes(payload)
-        return self._collect(self._ranks[:world_size], timeout)
+        return self._collect(self._ranks[:world_size])
 
     def close(self) -> None:
         """Ends all ranks; the pool may be used again and then starts new ones."""
-        _end_ranks(self._ranks, kill=False)
-        self._last = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        _end_ranks(self._ranks)
 
     def _is_alive(self) -> bool:
         return bool(self._ranks) and all(rank.process.is_alive() for rank in self._ranks)
 
-    def _with_rendezvous(self, job: Job) -> Job:
-        """The job with the last job's rendezvous where the groups can stay, else with a new name, because a name works once."""
-        self._num_jobs += 1
-        rendezvous = f"rendezvous-{self._num_jobs}"
-        if self._last is not None and self._last.layout() == job.layout():
-            rendezvous = self._last.rendezvous
-        self._last = Job(**{**vars(job), "rendezvous": rendezvous})
-        return self._last
-
-    def _pickled(self, job: Job) -> bytes | None:
+    def _pickled(self, job: _Job) -> bytes | None:
         """The job for living ranks; None where only a fork can hand it over."""
         function = job.function
         while hasattr(function, "func"):  # functools.partial
@@ -169,13 +159,16 @@ class RankPool:
         except (pickle.PicklingError, AttributeError, TypeError):  # what lambdas, local functions and handles give
             return None
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: _Job) -> None:
         """Forks all ranks; those that take part find the first job in their copy of this process's memory."""
-        _check_may_fork()
-        if self.use_megatron:
-            _import_megatron()
-        self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-ranks-")
-        job = self._with_rendezvous(job)
+        if dist.is_initialized():
+            raise ConfigError(
+                "this process has initialised torch.distributed, and a forked rank cannot leave that group: call run_ranks and "
+                "RankPool from a process that is not a rank itself"
+            )
+        if self.use_megatron:  # once here and not in each rank: 2 s, not 2 s times the ranks that share a core
+            import_megatron()
+            import torch._dynamo  # noqa: F401  # an optimiser's first step imports it
         # In an interactive session __main__ may change after the fork.
         self._known_modules = frozenset(sys.modules) - {"__main__"}
         context = multiprocessing.get_context("fork")
@@ -183,20 +176,19 @@ class RankPool:
             for number in range(self.world_size):
                 callers_end, ranks_end = context.Pipe()
                 _callers_ends.add(callers_end)
-                stack_file = os.path.join(self._folder.name, f"stack-{number}")
-                first_job = job if number < job.world_size else None
-                arguments = (number, ranks_end, _callers_ends, stack_file, listener, first_job)
+                served = _ServedRank(number, self.timeout, self.use_megatron, listener, tempfile.TemporaryFile())
+                arguments = (ranks_end, job if number < job.world_size else None)
                 # Not a daemon: those may not start processes, and Megatron's checkpoint writers are processes.
-                process = context.Process(target=serve, args=arguments, daemon=False)
+                process = context.Process(target=served.serve, args=arguments, daemon=False)
                 with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads; a rank uses none of them
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 ranks_end.close()
-                self._ranks.append(_Rank(process, callers_end, stack_file))
+                self._ranks.append(_Rank(process, callers_end, served.stack))
 
-    def _collect(self, ranks: list[_Rank], timeout: float) -> list[Any]:
-        """Waits for all answers: at most `timeout`, and after a failure at most _GRACE_SECONDS."""
-        deadline, reason = time.monotonic() + timeout, f"gave no answer within {timeout:g} s"
+    def _collect(self, ranks: list[_Rank]) -> list[Any]:
+        """Waits for all answers: at most the timeout, and after a failure at most _GRACE_SECONDS."""
+        deadline, reason = time.monotonic() + self.timeout, f"gave no answer within {self.timeout:g} s"
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str]] = {}  # when, what
         pending = dict(enumerate(ranks))
@@ -213,40 +205,18 @@ class RankPool:
                     if not is_result and len(failures) == 1 and time.monotonic() + _GRACE_SECONDS < deadline:
                         deadline = time.monotonic() + _GRACE_SECONDS
                         reason = f"was still busy {_GRACE_SECONDS:g} s after rank {number} had failed"
-            for number, stack in zip(pending, _stacks(list(pending.values())), strict=True):
-                failures[number] = (math.inf, f"{reason}; it was here:\n{stack}")
+            for rank in pending.values():
+                os.kill(rank.process.pid, signal.SIGUSR1)  # not yet collected, so the number still belongs to it
+            for number, rank in pending.items():
+                failures[number] = (math.inf, f"{reason}; it was here:\n{_stack_of(rank)}")
         except BaseException:  # Ctrl-C, or a test's timeout: the next call must not read the answers to this one
-            _end_ranks(self._ranks, kill=True)
+            _end_ranks(self._ranks)
             raise
         if failures:
-            _end_ranks(self._ranks, kill=True)
+            _end_ranks(self._ranks)
             in_order = sorted(failures.items(), key=lambda failure: failure[1][0])
             raise RankError({number: error for number, (_, error) in in_order}, len(ranks))
         return [results[number] for number in range(len(ranks))]
-
-
-def _check_may_fork() -> None:
-    if not hasattr(os, "fork"):
-        raise ConfigError("ranks are forked, and this system cannot fork: use Linux or macOS")
-    if dist.is_initialized():
-        raise ConfigError(
-            "this process has initialised torch.distributed, and a forked rank cannot leave that group: call run_ranks "
-            "and RankPool from a process that is not a rank itself"
-        )
-    if torch.cuda.is_initialized():
-        raise ConfigError("this process has used CUDA, which does not survive a fork: start it with CUDA_VISIBLE_DEVICES=''")
-
-
-def _import_megatron() -> None:
-    """Imports Megatron once here and not in each rank: 2 s, not 2 s times the ranks that share a core."""
-    try:
-        import_megatron()
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the ranks initialise Megatron-Core, which cannot be imported ({error}): pip install "
-            "'/path/to/megatron_rl[megatron]', or pass use_megatron=False for plain torch.distributed ranks"
-        ) from error
-    import torch._dynamo  # noqa: F401  # an optimiser's first step imports it, in each rank
 
 
 def _receive(rank: _Rank) -> tuple[bool, Any]:
@@ -264,36 +234,156 @@ def _receive(rank: _Rank) -> tuple[bool, Any]:
     return False, (-math.inf, f"ended without an answer, {how}")
 
 
-def _stacks(ranks: list[_Rank]) -> list[str]:
-    """The stack of each of these ranks, also inside a C call: a rank writes it when it gets the signal."""
-    for rank in ranks:
-        os.kill(rank.process.pid, signal.SIGUSR1)  # not yet collected, so the number still belongs to it
-    return [_whole_text(rank.stack_file) or "(it left no stack)" for rank in ranks]
-
-
-def _whole_text(path: str) -> str:
-    """What another process writes there, as soon as it does not grow any more; empty after _GRACE_SECONDS without a word."""
-    text, deadline = "", time.monotonic() + _GRACE_SECONDS
+def _stack_of(rank: _Rank) -> str:
+    """What a rank writes at SIGUSR1, also inside a C call, as soon as it does not grow any more."""
+    text, deadline = b"", time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        with open(path) as file:
-            before, text = text, file.read()
+        before, text = text, os.pread(rank.stack.fileno(), 1 << 20, 0)
         if text and text == before:
             break
-    return text
+    return text.decode() or "(it left no stack)"
 
 
-def _end_ranks(ranks: list[_Rank], *, kill: bool) -> None:
-    """Ends the processes and collects them: no zombie stays. A rank that waits for its next job ends by itself."""
-    own = [rank for rank in ranks if rank.owner == os.getpid()]
-    for rank in own:
+def _end_ranks(ranks: list[_Rank]) -> None:
+    """Ends the processes and collects them: no zombie stays."""
+    for rank in ranks:
         rank.connection.close()
-        if kill:
-            rank.process.kill()
-    for rank in own:
-        rank.process.join(_GRACE_SECONDS)
-        if rank.process.is_alive():
-            rank.process.kill()
-            rank.process.join()
+        rank.stack.close()
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join()
         rank.process.close()
     ranks.clear()
+
+
+@dataclass
+class _ServedRank:
+    """A rank in its own process."""
+
+    number: int
+    timeout: float
+    use_megatron: bool
+    listener: socket.socket
+    stack: IO[bytes]
+    store: dist.Store | None = None
+    rendezvous: str | None = None  # of the groups that it has
+
+    def serve(self, connection: Connection, job: _Job | None) -> None:
+        """Answers jobs, the first of them inherited, until one fails or the pipe ends.
+
+        An answer is a pickled (True, result) or (False, (time of the failure, traceback)). After a failure the rank ends, so
+        that peers that wait for it in a collective find a closed connection and need not wait for their timeout.
+        """
+        for end in list(_callers_ends):  # copies that the fork made: a pipe ends when the caller's own end is closed
+            end.close()
+        gc.freeze()  # the caller's objects outlive the rank: Megatron's gc.collect() need not search and so copy them
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the caller ends the ranks
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=True, chain=False)
+        while True:
+            try:
+                payload = connection.recv_bytes() if job is None else b""
+            except EOFError:
+                return
+            try:
+                job = pickle.loads(payload) if job is None else job
+                signal.alarm(int(self.timeout) + _ORPHAN_SECONDS)
+                self._prepare(job)
+                answer = pickle.dumps((True, job.function(self.number, *job.args)))
+            except BaseException:
+                connection.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc()))))
+                return
+            connection.send_bytes(answer)
+            signal.alarm(0)
+            job = None
+
+    def _prepare(self, job: _Job) -> None:
+        """Makes the job's process groups where its rendezvous is not the last job's, and sets the random state."""
+        if self.rendezvous != job.rendezvous:
+            if self.rendezvous is not None:
+                _destroy_groups(self.use_megatron)
+            with _groups_on_one_device():
+                self._make_groups(job)
+            self.rendezvous = job.rendezvous
+        torch.manual_seed(_SEED)
+        if self.use_megatron:
+            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(_SEED)
+            _forget_router_losses()
+
+    def _make_groups(self, job: _Job) -> None:
+        """Ranks meet in a store on the caller's port. A file store is read every 10 ms: too slow for fifty groups."""
+        if sys.platform == "linux":  # the loopback device: a host name that does not resolve must not matter
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout = datetime.timedelta(seconds=self.timeout)
+        if self.store is None:
+            address, port = self.listener.getsockname()
+            owned: dict[str, Any] = {}
+            if self.number == 0:  # it alone keeps the port open: after its end a connection is refused at once
+                owned = {"is_master": True, "wait_for_workers": False, "master_listen_fd": self.listener.detach()}
+            self.listener.close()
+            self.store = dist.TCPStore(address, port, timeout=timeout, **owned)
+        names = dist.PrefixStore(job.rendezvous, self.store)
+        dist.init_process_group("gloo", store=names, rank=self.number, world_size=job.world_size, timeout=timeout)
+        if self.use_megatron:
+            install_cpu_support()
+            from megatron.core import parallel_state
+
+            parallel_state.initialize_model_parallel(**job.model_parallel)
+
+
+def _forget_router_losses() -> None:
+    """Megatron-Core sums the losses of routers for its log, in tensors of as many layers as the first model has."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker as forget  # since 0.18
+    except ModuleNotFoundError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        forget = get_moe_layer_wise_logging_tracker().clear
+    forget()
+
+
+@contextlib.contextmanager
+def _groups_on_one_device() -> Iterator[None]:
+    """Each gloo device has a thread that wakes every 10 ms, and torch gives each group its own device: a layout has twenty."""
+    c10d: Any = dist.distributed_c10d
+    of_torch: Any = c10d.ProcessGroupGloo
+    device = of_torch.create_default_device()
+
+    class OnOneDevice(of_torch):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **keywords):
+            options = of_torch._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            if not all(hasattr(options, name) for name in keywords):  # of a later torch: groups with a device each are only slower
+                super().__init__(store, rank, size, timeout=timeout, **keywords)
+                return
+            for name, value in keywords.items():
+                setattr(options, name, value)
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnOneDevice
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = of_torch
+
+
+def _destroy_groups(use_megatron: bool) -> None:
+    """Each gloo group has threads and connections, and a group that a job made has a device: what is kept costs time."""
+    if use_megatron:
+        from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+        parallel_state.destroy_model_parallel()
+        getattr(RotaryEmbedding.forward, "cache_clear", lambda: None)()  # its keys are modules, which have groups
+    dist.destroy_process_group()
+    # What a module of the last job keeps of a forward, such as a dispatcher's probabilities, keeps the graph. The graph keeps DDP's
+    # hooks, these keep the modules, and gc.collect() cannot see a cycle through the graph.
+    for kept in gc.get_objects():
+        if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+            with contextlib.suppress(RuntimeError):  # a view cannot be detached; what it is a view of can
+                kept.detach_()
+    gc.collect()  # the rest are cycles of Python objects

@@ -1,16 +1,18 @@
-"""The reference that layouts are compared with: one process, float64, Python loops. It shares no code with losses and weights."""
+"""What layouts are compared with: ragged samples, a model in float64 on one process, and the oracle's loss of them."""
 
 from __future__ import annotations
 
 import copy
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RejectedTokens
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
@@ -23,10 +25,14 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
+from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.corrections import CorrectionValue, get_correction
+from megatron_rl.registries.selection_settings import TokenSelectionSettings
+from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import with_old_log_probs
 from megatron_rl.testing.layout_step import StepSample, TinyGPT, build_tiny
-from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 
 DIVISOR = 48.0
 # Narrow, so that ratios lie on both sides of it: of a ratio a token, and of a ratio a sample.
@@ -42,9 +48,10 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "dppo_tv": {"divergence_low": 1e-3, "divergence_high": 2e-3, "ratio_truncation": 1.2},
     "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 2e-4, "ratio_truncation": 1.2},
 }
-NO_CLIP = (0.0, 0.0)  # of a loss that has none and does not look at it
 # Ratios stay this share of the clip width away from both clip edges, so that float32 rounding decides no clip.
 MARGIN = 0.05
+# Where a sampler's log-probabilities differ from the old ones; and how far a ratio's logarithm is from each bound of a correction.
+LARGEST_GAP, MARGIN_OF_BOUNDS = 0.5, 1e-3
 # (prompt, response) tokens: ragged, one-token responses, one long prompt whose response lies in one context-parallel chunk.
 SHAPES = [(3, 9), (1, 24), (20, 4), (6, 1), (2, 14), (5, 17), (23, 1), (9, 9), (4, 4), (7, 18), (12, 2), (3, 21)]
 SHAPES += [(1, 1), (10, 8), (16, 7), (2, 5)]
@@ -74,152 +81,177 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
     return samples
 
 
-def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
-    """The weight of a token of each sample, by the formula that the record declares and not by its function. divisor: its L."""
-    counts = [int(sum(sample.loss_mask)) for sample in samples]
-    groups: dict[str, int] = {}
-    rollouts: dict[object, list[int]] = {}
-    for place, (sample, count) in enumerate(zip(samples, counts, strict=True)):
-        groups[sample.prompt_id] = groups.get(sample.prompt_id, 0) + count
-        rollouts.setdefault(rollout_key(sample, place), []).append(count)
-    formula = get_loss_aggregation(aggregation).rollout_formula
-    if formula is None:
-        raise ConfigError(f"loss aggregation {aggregation!r} declares no formula: there is nothing to compute its weights by")
-    of_step = {"N": len(samples), "R": len(rollouts), "P": len(groups), "T": sum(counts), "L": divisor}
-    weights = []
-    for place, (sample, count) in enumerate(zip(samples, counts, strict=True)):
-        of_rollout = rollouts[rollout_key(sample, place)]
-        rows = {"M_j": sum(of_rollout), "k_j": sum(one > 0 for one in of_rollout)}
-        values = {**of_step, **rows, "m_i": count, "M_g": groups[sample.prompt_id]}
-        weights.append(float(formula.evaluate(values)) if count else 0.0)
-    return weights
-
-
 def rollout_key(sample: StepSample, place: int) -> object:
     """Equal for the samples of one rollout. place: of the sample in the step."""
     return (None, place) if sample.rollout_id is None else sample.rollout_id
 
 
-def in_rollouts(samples: Sequence[StepSample]) -> list[StepSample]:
-    """The samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
-    return [replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}") for place, sample in enumerate(samples)]
+def in_rollouts(samples: Sequence[StepSample], *, share_advantage: bool = False) -> list[StepSample]:
+    """Ragged samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
+    firsts = [samples[place - place % SAMPLES_PER_PROMPT + place % 2] for place in range(len(samples))]
+    return [
+        replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}", advantage=(first if share_advantage else sample).advantage)
+        for place, (sample, first) in enumerate(zip(samples, firsts, strict=True))
+    ]
 
 
-def with_one_advantage(samples: Sequence[StepSample]) -> list[StepSample]:
-    """Each rollout with the advantage of its first sample."""
-    firsts: dict[object, float] = {}
-    for place, sample in enumerate(samples):
-        firsts.setdefault(rollout_key(sample, place), sample.advantage)
-    return [replace(sample, advantage=firsts[rollout_key(sample, place)]) for place, sample in enumerate(samples)]
+def dense_samples(step: Sequence[StepSample]) -> list[oracle.DenseSample]:
+    """The responses."""
+    return [
+        oracle.DenseSample(
+            labels=sample.tokens[-len(sample.loss_mask) :],
+            mask=[bool(bit) for bit in sample.loss_mask],
+            advantages=[sample.advantage] * len(sample.loss_mask),
+            old=sample.old_log_probs,
+            rollout=sample.rollout_log_probs,
+            ref=sample.ref_log_probs,
+            importance=[1.0] * len(sample.loss_mask),
+            prompt=sample.prompt_id,
+            rollout_id=sample.rollout_id,
+        )
+        for sample in step
+    ]
 
 
-def old_log_probs_of(sample: StepSample) -> list[float]:
-    if sample.old_log_probs is None:
-        raise DataError("a sample has no old_log_probs, which the reference needs because it is off-policy: give it some")
-    return sample.old_log_probs
-
-
-def losses_by_hand(
+def scores_of(
     samples: Sequence[StepSample],
-    log_probs: Sequence[Tensor],
-    policy_loss: str,
-    parameters: Mapping[str, float],
-    factors: Sequence[Sequence[float]] | None = None,
-    clip: tuple[float, float] | None = None,
-    entropies: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """The sum over each sample's unmasked tokens, 0-d float64 with graph, before its weight.
-
-    log_probs, entropies: one tensor [response_length] a sample; a loss that needs no entropy needs no entropies. factors: of each
-    token, of a loss that is not of level "batch". clip: (low, high) of a loss that has a clip; None: as in CLIPS.
-    """
-    loss, sums = get_policy_loss(policy_loss), []
-    if loss.needs_entropy and entropies is None:
-        raise ConfigError(f"policy loss {policy_loss!r} needs the entropy of each token: pass entropies")
-    clip = CLIPS.get(policy_loss) if clip is None else clip
-    for index, (sample, values) in enumerate(zip(samples, log_probs, strict=True)):
-        kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
-        if not kept:
-            sums.append(0.0 * values.sum())
-            continue
-        anchors = old_log_probs_of(sample) if loss.anchor == "old" else rollout_log_probs_of(sample)
-        differences, current = [values[t] - anchors[t] for t in kept], [values[t] for t in kept]
-        computed = {"token_counts": torch.full((len(kept),), float(len(kept)), dtype=values.dtype, device=values.device)}
-        if entropies is not None:
-            computed["entropy"] = torch.stack([entropies[index][t].detach() for t in kept])
-        vectors = {name: computed[name] for name in loss.needs}
-        if loss.level == "batch" and policy_loss not in REFERENCES:
-            tokens = (torch.stack(differences), torch.stack(current), sample.advantage)
-            sums.append(sum_by_batch(loss, *tokens, parameters, clip, vectors))
-            continue
-        advantages, numbers = [sample.advantage] * len(kept), loss.resolve_parameters(parameters)
-        if policy_loss in REFERENCES:
-            found = sample_by_hand(policy_loss, differences, advantages, current, clip or NO_CLIP, numbers)
-            of_tokens = [value for value, _ in found]
-        else:
-            of_tokens = by_its_function(loss, differences, advantages, current, parameters, clip, vectors)
-        if factors is not None:
-            of_tokens = [factors[index][t] * value for t, value in zip(kept, of_tokens, strict=True)]
-        sums.append(torch.stack(of_tokens).sum() + 0.0 * values.sum())  # a sample that is clipped whole has constants alone
-    return sums
+    logits: Sequence[Tensor],  # [response_length, V] each
+    temperature: float = 1.0,
+) -> list[oracle.Scores]:
+    """Of each sample, with its masked tokens, on the CPU."""
+    settings = oracle.DenseSettings(temperature=temperature)
+    rows = [(of_one.cpu(), sample.tokens[-len(sample.loss_mask) :]) for of_one, sample in zip(logits, samples, strict=True)]
+    return [oracle.scores_of(*of_one, settings) for of_one in rows]
 
 
-def rollout_log_probs_of(sample: StepSample) -> list[float]:
-    if sample.rollout_log_probs is None:
+def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], config: PolicyLossConfig) -> Tensor:
+    """The oracle's loss of the whole step, 0-d float64 with the graph of the scores, which are those of scores_of. Raises DataError
+    for a sample without the sampler's log-probabilities where the settings need them."""
+    samples, is_of_sampler = dense_samples(step), get_policy_loss(config.policy_loss).anchor == "rollout"
+    if (is_of_sampler or CorrectionSettings.of(config).is_on) and any(sample.rollout is None for sample in samples):
         raise DataError("a sample has no rollout_log_probs, which this loss compares with: give it some")
-    return sample.rollout_log_probs
+    if is_of_sampler:  # nothing reads the old ones
+        samples = [replace(sample, old=sample.rollout) for sample in samples]
+    masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in step]
+
+    def unmasked(name: str) -> Tensor:
+        return torch.cat([getattr(one, name)[mask] for one, mask in zip(scores, masks, strict=True)])
+
+    of_step = oracle.Scores(unmasked("log_probs"), unmasked("entropy"), unmasked("compared"))
+    return oracle.StepTerms(samples, of_step, settings_of(config)).loss()
 
 
-def mean_of(numbers: list[Tensor]) -> Tensor:
-    return sum(numbers[1:], start=numbers[0]) / len(numbers)
+def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
+    """The weight of a token of each sample. divisor: L."""
+    counts = [int(sum(sample.loss_mask)) for sample in samples]
+    settings = oracle.DenseSettings(aggregation=_aggregation(get_loss_aggregation(aggregation)), divisor=divisor)
+    return oracle.token_weights(dense_samples(samples), counts, settings)
 
 
-def by_its_function(
-    loss: PolicyLoss,
-    differences: list[Tensor],
-    advantages: list[float],
-    log_probs: list[Tensor],
-    parameters: Mapping[str, float],
-    clip: tuple[float, float] | None,
-    vectors: Mapping[str, Tensor],  # [m] each, what the loss needs
-) -> list[Tensor]:
-    """The values of a loss that is not written out by hand: its own function on one whole sample."""
-    if loss.level == "sequence":
-        differences, log_probs = ([mean_of(numbers)] * len(numbers) for numbers in (differences, log_probs))
-        vectors = {name: vector.mean().expand(len(vector)) for name, vector in vectors.items()}
-    inputs = (torch.stack(differences), torch.tensor(advantages, dtype=torch.float64), torch.stack(log_probs))
-    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **vectors, **keywords_by_hand(loss, parameters, clip))
-    return list(value.value if isinstance(value, LossValue) else value)
-
-
-def keywords_by_hand(loss: PolicyLoss, parameters: Mapping[str, float], clip: tuple[float, float] | None) -> dict[str, float]:
-    clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    return clips | loss.resolve_parameters(parameters)
-
-
-def sum_by_batch(
-    loss: PolicyLoss,
-    differences: Tensor,  # [m]
-    log_probs: Tensor,  # [m]
-    advantage: float,
-    parameters: Mapping[str, float],
-    clip: tuple[float, float] | None,
-    vectors: Mapping[str, Tensor],  # [m] each, what the loss needs
-) -> Tensor:  # 0-d
-    """The sum of a loss of level "batch" over a whole sample without masked tokens, on one rank: its sums are plain sums."""
-    size, device = differences.numel(), differences.device
-    batch = TokenBatch(
-        log_ratio=differences,
-        log_probs=log_probs,
-        advantages=torch.full_like(differences, advantage),
-        loss_mask=torch.ones(size, dtype=torch.bool, device=device),
-        documents=torch.zeros(size, dtype=torch.int64, device=device),
-        token_counts=torch.tensor([float(size)], dtype=torch.float64, device=device),
-        cu_seqlens=torch.tensor([0, size], device=device),
-        sums=JointSums(SINGLE, 1, device, is_checked=False),
+def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
+    """A user's own term is its own function on one process: then layouts are compared, and not its equation."""
+    loss = get_policy_loss(config.policy_loss)
+    low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
+    correction, estimator, selection = config.importance_correction, config.kl_estimator, TokenSelectionSettings.of(config)
+    return oracle.DenseSettings(
+        loss=loss.name if loss.name in oracle.LOSSES else _own_loss(loss),
+        low=low,
+        high=high,
+        parameters=loss.resolve_parameters(config.loss_parameters),
+        ratio_unit=config.importance_ratio_unit,
+        aggregation=_aggregation(get_loss_aggregation(config.loss_aggregation)),
+        divisor=config.loss_aggregation_divisor or DIVISOR,
+        correction=correction if correction in oracle.CORRECTIONS else _own_correction(correction),
+        level=config.importance_correction_level,
+        bounds=(config.importance_correction_low, config.importance_correction_high),
+        sequence_delta=config.off_policy_sequence_delta,
+        is_dropped=config.rejected_tokens == RejectedTokens.DROPPED,
+        selection=selection.kind if selection.kind in oracle.SELECTIONS else _own_selection(selection),
+        selection_share=selection.share or 0.0,
+        selection_bounds=selection.bounds,
+        selection_penalty=selection.penalty or 0.0,
+        kl_estimator=estimator if estimator in oracle.ESTIMATORS else _own_estimator(estimator),
+        kl_coefficient=config.kl_coefficient,
+        entropy_coefficient=config.entropy_coefficient,
+        entropy_tokens=config.entropy_bonus_tokens,
+        temperature=config.policy_temperature,
     )
-    value = loss.function(batch, **vectors, **keywords_by_hand(loss, parameters, clip))
-    return (value.value if isinstance(value, LossValue) else value).sum()
+
+
+def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
+    def of_sample(tokens: oracle.Tokens) -> oracle.Result:
+        size = len(tokens.log_ratio)
+        computed = {"token_counts": torch.full_like(tokens.advantages, float(size)), "entropy": tokens.entropy}
+        inputs = (tokens.log_ratio, tokens.advantages, tokens.log_probs)[: 2 + loss.takes_log_probs]
+        if loss.level == "sequence":
+            inputs = tuple(map(tokens.mean, inputs))
+            computed = {name: tokens.mean(values) for name, values in computed.items()}
+        clips = {} if loss.clip_ratios is None else {"clip_ratio_low": tokens.settings.low, "clip_ratio_high": tokens.settings.high}
+        keywords = {name: computed[name] for name in loss.needs} | clips | tokens.settings.parameters
+        if loss.level == "batch":  # its sums over a sample that is whole are plain sums
+            batch = TokenBatch(
+                log_ratio=tokens.log_ratio,
+                log_probs=tokens.log_probs,
+                advantages=tokens.advantages,
+                loss_mask=torch.ones(size, dtype=torch.bool),
+                documents=torch.zeros(size, dtype=torch.int64),
+                token_counts=torch.tensor([float(size)], dtype=torch.float64),
+                cu_seqlens=torch.tensor([0, size]),
+                sums=JointSums(SINGLE, 1, torch.device("cpu"), is_checked=False),
+            )
+            value = loss.function(batch, **keywords)
+        else:
+            value = loss.function(*inputs, **keywords)
+        values = value.value if isinstance(value, LossValue) else value
+        return values, torch.zeros(size, dtype=torch.bool)
+
+    return of_sample
+
+
+def _aggregation(record: AggregationRecord) -> str | Callable[[oracle.Counts], float]:
+    """The name, or a user's own by the formula that it declares."""
+    if record.name in oracle.AGGREGATIONS:
+        return record.name
+    formula = record.rollout_formula
+    if formula is None:
+        raise ConfigError(f"loss aggregation {record.name!r} declares no formula: there is nothing to compute its weights by")
+
+    def weigh(n: oracle.Counts) -> float:
+        values = {"N": n.N, "R": n.R, "P": n.P, "T": n.T, "L": n.L, "m_i": n.m, "M_j": n.Mj, "k_j": n.kj, "M_g": n.M}
+        return float(formula.evaluate(values))
+
+    return weigh
+
+
+def _own_correction(name: str) -> oracle.Correction:
+    declared = get_correction(name)
+
+    def factors(ratios: Tensor, own: Tensor, low: float, high: float) -> Tensor:
+        returned = declared.function(ratios, low, high)
+        weights: Tensor = returned.weights if isinstance(returned, CorrectionValue) else returned
+        return weights if declared.weigh_tokens is None else weights * declared.weigh_tokens(own)
+
+    return factors
+
+
+def _own_estimator(name: str) -> oracle.Estimator:
+    def estimate(new: Tensor, ref: Tensor, log_ratio: Tensor) -> oracle.Result:
+        value, derivative = kl_estimate(name, new.detach(), ref, log_ratio.detach())
+        return value, derivative * new
+
+    return estimate
+
+
+def _own_selection(settings: TokenSelectionSettings) -> oracle.Selection:
+    declared = settings.declared
+
+    def score(log_probs: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
+        vectors = {"log_probs": log_probs, "entropy": entropy, "advantages": advantages}
+        vectors |= {f"centred_{name}": values - values.mean() for name, values in vectors.items()}
+        found: Tensor = declared.function(**{need: vectors[need] for need in declared.needs})
+        return found
+
+    return oracle.Selection(score, declared.taken, declared.effect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +313,25 @@ def old_log_probs_off_the_edges(
     return old
 
 
+def sampler_off_the_bounds(sample: StepSample, level: str, bounds: tuple[float, float], numbers: random.Random) -> list[float]:
+    """The sampler's log-probabilities: ratios of old to sampler on both sides of the bounds, none near one."""
+
+    def is_clear(log_ratio: float) -> bool:
+        return all(abs(log_ratio - math.log(bound)) > MARGIN_OF_BOUNDS for bound in bounds)
+
+    old, kept = sample.old_log_probs or [], [t for t, bit in enumerate(sample.loss_mask) if bit]
+    while True:
+        gaps = [numbers.uniform(-LARGEST_GAP, LARGEST_GAP) for _ in old]
+        total = sum(gaps[t] for t in kept)
+        ratios = {
+            CorrectionLevel.TOKEN: [gaps[t] for t in kept],
+            CorrectionLevel.SEQUENCE_MEAN: [total / max(len(kept), 1)],
+            CorrectionLevel.SEQUENCE_SUM: [total],
+        }
+        if all(is_clear(log_ratio) for log_ratio in ratios[CorrectionLevel(level)]):
+            return [value - gap for value, gap in zip(old, gaps, strict=True)]
+
+
 def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
     """The whole model in float64, of Megatron's own layers, because Transformer Engine's have no float64."""
     config = transformer_config(
@@ -335,15 +386,6 @@ def model_logits(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Te
         logits = model(tokens, torch.arange(tokens.shape[1], device=_device())[None], None)[0, :, : tiny.true_vocab_size]
         rows.append(logits[-len(sample.loss_mask) - 1 : -1])
     return rows
-
-
-def model_log_probs(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:
-    """The log-probabilities of each sample, [response_length] float64 with graph."""
-    values = []
-    for sample, logits in zip(samples, model_logits(model, samples, tiny), strict=True):
-        log_softmax, response = torch.log_softmax(logits, -1), sample.tokens[-len(sample.loss_mask) :]
-        values.append(torch.stack([log_softmax[place, token] for place, token in enumerate(response)]))
-    return values
 
 
 def global_parameters(model) -> dict[str, Tensor]:

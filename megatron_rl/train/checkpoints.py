@@ -1,21 +1,21 @@
 """Saves and loads a run through megatron.core.dist_checkpointing. A checkpoint is complete, or `latest` does not name it.
 
 A save writes into a temporary directory, renames it, and then writes its name into `latest`. A run that is killed before that keeps
-the previous checkpoint. A load checks the checksums before it uses a file, and runs no code from it. The format does not depend on
-the layout, and has no rollouts or metrics.
+the previous checkpoint. A load checks the checksums before it uses a file: torch reads a file with a flipped bit without an error.
+It runs no code of a file. The format does not depend on the layout. It has no rollouts, metrics or random states: prompts and noise
+depend only on the seed and the counters.
 """
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import multiprocessing.dummy
 import os
-import random
+import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +26,6 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.layout.agreement import on_all_ranks
-from megatron_rl.layout.groups import process_group, resolve_groups
-from megatron_rl.megatron.model import model_config_of
-from megatron_rl.train.checkpoint_files import DAMAGED, checksums_of, files_of_rank, find_problems, write_checksums
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -38,26 +35,31 @@ LATEST = "latest"
 STEP_NAME = re.compile(r"step_\d+")
 # The names of all entries that saves write into a directory.
 OWN_NAME = re.compile(r"latest(\.new)?|step_\d+(\.partial|\.replaced)?")
-# Formats in which a distributed optimiser saves each parameter's state in the parameter's shape -> the method that loads them. Only
-# these can be loaded under another dp, tp or pp size. The format of Megatron-Core 0.15 and later comes first.
-RESHARDABLE_FORMATS = {
-    "fully_reshardable": "load_parameter_state_from_fully_reshardable",
-    "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
+# In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
+CHECKSUMS = "SHA256SUMS"
+METADATA = ".metadata"
+# The classes and functions that torch and Megatron-Core 0.16 to 0.20 write into .metadata, besides dtypes.
+IN_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
 }
+# A distributed optimiser saves each parameter's state in the parameter's shape: it can be loaded under another dp, tp or pp size.
+OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def check_can_save() -> None:
-    """Raises ConfigError without megatron-core, and without psutil, which the writers of dist_checkpointing need: without it they
-    hang without a message."""
-    whys = {
-        "megatron": "megatron-core",
-        "psutil": "psutil (megatron-core does not declare it, and hangs without it)",
-    }
-    absent = [why for module, why in whys.items() if find_spec(module) is None]
+    """Raises ConfigError without megatron-core, and without psutil: the writers of dist_checkpointing hang without it."""
+    absent = [name for module, name in (("megatron", "megatron-core"), ("psutil", "psutil")) if find_spec(module) is None]
     if absent:
-        names = " ".join(why.partition(" ")[0] for why in absent)
         raise ConfigError(
-            f"training needs {' and '.join(absent)}, which this Python does not have: pip install {names}; the extra "
+            f"training needs {' and '.join(absent)}, which this Python does not have: pip install {' '.join(absent)}; the extra "
             "megatron_rl[megatron,train] brings all that training needs"
         )
 
@@ -75,76 +77,56 @@ def save_checkpoint(
 
     model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: settings that must
     be equal to load the checkpoint, by the names of their flags.
-    Communication: on_all_ranks three times, and as dist_checkpointing.
+    Communication: as on_all_ranks and dist_checkpointing.
     Raises RunError, on all ranks, where it cannot be written, for instance to a full disk.
     """
-    check_can_save()
-    directory, rank = Path(directory), dist.get_rank()
+    directory = Path(directory)
     final = directory / f"step_{step:08d}"
-    partial_save = final.with_name(final.name + ".partial")
+    partial = final.with_name(final.name + ".partial")
+
+    def make_empty() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def publish() -> None:
+        lines = [f"{digest}  {name}\n" for name, digest in checksums.items()]
+        (partial / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+        _replace_directory(final, partial)
+        _write_atomically(directory / LATEST, final.name + "\n")
+
     with _writable(final):
-        on_all_ranks(partial(_make_empty, partial_save) if rank == 0 else _nothing)
-        model_state = _sharded_model_state(model)
+        _on_first_rank(make_empty)
+        model_state = model.module.sharded_state_dict()
         state = {
             "model": model_state,
-            "optimizer": optimizer.sharded_state_dict(model_state, metadata=_optimizer_metadata()),
-            "random": _sharded_random_state(_random_state()),
-            "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
+            "optimizer": optimizer.sharded_state_dict(model_state, metadata=OPTIMIZER_FORMAT),
+            "counters": {**counters, "step": step},
             "description": description,
         }
-        _save_in_this_process(state, partial_save)
-        checksums = on_all_ranks(lambda: checksums_of(partial_save, files_of_rank(partial_save, rank)))
-
-        def publish() -> None:
-            write_checksums(partial_save, {name: digest for of_rank in checksums for name, digest in of_rank.items()})
-            _replace_directory(final, partial_save)
-            _write_atomically(directory / LATEST, final.name + "\n")
-
-        on_all_ranks(publish if rank == 0 else _nothing)
+        _save_in_this_process(state, partial)
+        checksums = _checksums(partial)
+        _on_first_rank(publish)
     return final
 
 
 def latest_checkpoint(directory: str | Path) -> Path:
-    """The newest complete checkpoint. Raises ConfigError where there is none; the message says what is there."""
+    """The newest complete checkpoint. Raises ConfigError where there is none."""
     directory = Path(directory)
     pointer = directory / LATEST
     if not pointer.is_file():
-        kind = kind_of_checkpoint(directory) or f"it has no file `{LATEST}`; start without --resume and --load, or name another run"
-        raise ConfigError(f"no checkpoint in {directory}: {kind}")
+        raise ConfigError(
+            f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume and --load, or name another run"
+        )
     with pointer.open("rb") as file:
-        content = file.read(200)
-    name = content.decode(errors="backslashreplace").strip(" \t\r\n")
+        name = file.read(200).decode(errors="backslashreplace").strip()
     if not STEP_NAME.fullmatch(name):
         raise ConfigError(
-            f"{pointer} holds '{printable(name)}': it must name a checkpoint beside it, as step_00000050; write one of these "
-            f"into it: {', '.join(_whole_checkpoints(directory)) or 'there is none'}"
+            f"{pointer} holds '{printable(name)}': it must name a checkpoint beside it, as step_00000050; write the newest into it"
         )
     checkpoint = directory / name
     if not checkpoint.is_dir():
         raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
     return checkpoint
-
-
-def kind_of_checkpoint(folder: Path) -> str | None:
-    """What a folder is that holds other weights than the flag takes, and what to type; None for a folder of no known kind."""
-
-    def holds(*patterns: str) -> bool:
-        return any(any(folder.glob(pattern)) for pattern in patterns)
-
-    if holds("adapter_config.json"):
-        return "it is a LoRA adapter: merge it into its model (merge_and_unload of peft), and give that folder to --hf-checkpoint"
-    if holds("config.json"):
-        return f"it is a Hugging Face folder: type --hf-checkpoint {folder}, without --load and --resume"
-    if STEP_NAME.fullmatch(folder.name):
-        return f"it is one checkpoint of a run of `megatron-rl train`: type --load {folder.parent}, where `{LATEST}` names the step"
-    if holds(LATEST, f"*/{LATEST}"):
-        return f"it is a run of `megatron-rl train`: type --load {folder}, with the --hf-checkpoint that the run began with, if any"
-    if holds("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*", "*.distcp", "common.pt"):
-        return (
-            "it is a checkpoint of Megatron-LM: write it as a Hugging Face folder, in miles and slime with "
-            "tools/convert_torch_dist_to_hf.py, and give that folder to --hf-checkpoint"
-        )
-    return None
 
 
 def foreign_entries(directory: str | Path) -> list[str]:
@@ -170,91 +152,73 @@ def remove_checkpoints(directory: str | Path) -> None:
 def load_checkpoint(
     checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, *, description: dict[str, int]
 ) -> dict[str, Any]:
-    """Fills model and optimiser and returns the counters. Random states are restored only on the layout that saved them; on another
-    layout the run keeps its own.
+    """Fills model and optimiser and returns the counters. Other ranks than the saving ones may load it.
 
-    Communication: as check_checkpoint and dist_checkpointing.
-    Raises ConfigError, before any content is used, when the files are not as they were saved or contain more than plain data; also
-    for another description, and when it cannot be loaded.
+    Communication: as on_all_ranks and dist_checkpointing.
+    Raises ConfigError, before any file is used, when the files are not as they were saved; also when they contain more than plain
+    data, for another description, and when they cannot be loaded.
     """
-    check_checkpoint(checkpoint)
-    with _plain_content_only():
-        return _load_checked(checkpoint, model, optimizer, description)
-
-
-def check_checkpoint(checkpoint: str | Path) -> None:
-    """Raises ConfigError, on all ranks, unless all files are as they were saved and contain only plain data. Each rank reads a
-    share of the files. Communication: as on_all_ranks."""
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    found = on_all_ranks(lambda: find_problems(Path(checkpoint), rank, num_ranks))
-    foreign = list(dict.fromkeys(line for of_rank in found for line in of_rank.foreign))
-    damaged = list(dict.fromkeys(line for of_rank in found for line in of_rank.damaged))
-    # First: what another rank found in a damaged file says nothing of its maker.
-    if damaged:
-        raise ConfigError(
-            f"{checkpoint} cannot be read: files are missing or damaged: {'; '.join(damaged)}; `{LATEST}` beside it may name an "
-            "earlier checkpoint instead"
-        )
-    if foreign:
-        raise ConfigError(
-            f"{checkpoint} holds more than plain data, and none of it was run: {'; '.join(foreign)}. A checkpoint of `megatron-rl "
-            "train` holds only plain data: load a checkpoint that you made, or whose maker you trust"
-        )
-
-
-def _load_checked(
-    checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, description: dict[str, int]
-) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    saved = _load_common(checkpoint)
-    _check_description(checkpoint, saved["description"], description)
-    counters: dict[str, Any] = saved["counters"]
-    _give_adam_a_state(optimizer)
-    is_same_layout = (counters["world_size"], counters["layout"]) == (dist.get_world_size(), _layout())
-    model_state = _sharded_model_state(model)
-    state = {
-        "model": model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_optimizer_metadata()),
-    }
-    if is_same_layout:
-        state["random"] = _sharded_random_state(None)
-    now, then = len(getattr(optimizer, "chained_optimizers", [optimizer])), len(_parts_of_state(saved["optimizer"]))
-    if now != then and numbers_optimizer_states():
-        raise ConfigError(
-            f"{checkpoint} has the states of {then} optimisers and this run has {now}, because other ranks share the experts: "
-            "the installed Megatron-Core puts the optimiser's number into their names; use the --expert-model-parallel-size that "
-            "saved it, or install megatron-core 0.14 or later"
-        )
-    with _readable(checkpoint, CheckpointingException, CheckpointException, OSError):
-        loaded = dist_checkpointing.load(state, str(checkpoint))
+    checkpoint = Path(checkpoint)
+    _check_files(checkpoint)
+    with _plain_data_only():
+        with _readable(checkpoint), (checkpoint / METADATA).open("rb") as metadata:
+            _MetadataUnpickler(metadata).load()
+            saved = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        _check_description(checkpoint, saved, description)
+        _give_adam_a_state(optimizer)
+        model_state = model.module.sharded_state_dict()
+        of_optimizer = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=OPTIMIZER_FORMAT)
+        with _readable(checkpoint):
+            loaded = dist_checkpointing.load({"model": model_state, "optimizer": of_optimizer}, str(checkpoint))
     model.module.load_state_dict(loaded["model"])
-    _load_optimizer(optimizer, _grouped_as_now(optimizer, loaded["optimizer"], saved["optimizer"]))
-    if is_same_layout:
-        _set_random_state(loaded["random"]["state"])
+    _load_optimizer(optimizer, loaded["optimizer"])
+    counters: dict[str, Any] = saved["counters"]
     return counters
 
 
-def _load_common(checkpoint: str | Path) -> dict[str, Any]:
-    """Loads counters and description, which every rank reads. Raises ConfigError when they cannot be read."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
+def _checksums(checkpoint: Path) -> dict[str, str]:
+    """name -> SHA-256 of all files but CHECKSUMS. Each rank reads a share. Communication: as on_all_ranks."""
 
-    # Only reading is done inside.
-    with _readable(checkpoint, CheckpointingException, CheckpointException, OSError, *DAMAGED):
-        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(checkpoint))
-    missing = [name for name in ("counters", "description") if name not in common]
-    if missing:
-        raise ConfigError(f"{checkpoint} holds no {' and no '.join(missing)}: it is not a checkpoint of `megatron-rl train`")
-    return common
+    def of_share() -> dict[str, str]:
+        names = sorted(path.name for path in checkpoint.iterdir() if path.is_file() and path.name != CHECKSUMS)
+        digests = {}
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            with (checkpoint / name).open("rb") as file:
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return digests
+
+    return {name: digest for share in on_all_ranks(of_share) for name, digest in share.items()}
+
+
+def _check_files(checkpoint: Path) -> None:
+    """Raises ConfigError, on all ranks, unless all files are as they were saved. Communication: as on_all_ranks."""
+    path, found = checkpoint / CHECKSUMS, _checksums(checkpoint)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    saved = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    damaged = sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))
+    if damaged:
+        names = printable(", ".join(damaged)) if lines else CHECKSUMS
+        raise ConfigError(
+            f"{checkpoint} cannot be read: files are missing or damaged: {names}; `{LATEST}` beside it may name an earlier "
+            "checkpoint instead"
+        )
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows only the classes that are in a .metadata. torch reads that file with pickle.load, which runs any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and name not in IN_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
 
 
 @contextmanager
-def _plain_content_only() -> Iterator[None]:
-    """Inside the block torch.load always reads with weights_only=True, so that it reads only what was checked."""
+def _plain_data_only() -> Iterator[None]:
+    """Inside the block torch.load always reads with weights_only=True, which runs no code of a file."""
     wanted = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -267,15 +231,15 @@ def _plain_content_only() -> Iterator[None]:
 
 
 @contextmanager
-def _readable(checkpoint: str | Path, *errors: type[BaseException]) -> Iterator[None]:
-    """Turns `errors` into ConfigError. The files are as they were saved, so the message points at this run."""
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Turns the errors of a load into ConfigError. Only reading is done inside."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
-    except errors as error:
-        raise ConfigError(
-            f"{checkpoint} cannot be loaded: {_first_failure(error)}; its files are as they were saved, so look for the cause in "
-            "this run"
-        ) from error
+    except (CheckpointingException, CheckpointException, OSError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{checkpoint} cannot be loaded: {_first_failure(error)}; its files are as they were saved") from error
 
 
 @contextmanager
@@ -300,15 +264,20 @@ def _first_failure(error: BaseException) -> str:
     if failures is not None:
         rank, (first, _) = next(iter(failures.items()), (None, (None, None)))
         return "another rank says why" if first is None else f"rank {rank}: {_first_failure(first)}"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds more than plain data, and none of it was run"
     text = str(error).strip().partition("\n")[0]
     return printable(text if isinstance(error, RunError) else f"{type(error).__name__}: {text}")
 
 
-def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: dict[str, int]) -> None:
+def _check_description(checkpoint: Path, saved: dict[str, Any], wanted: dict[str, int]) -> None:
+    if "counters" not in saved or "description" not in saved:
+        raise ConfigError(f"{checkpoint} holds no counters and no description: it is not a checkpoint of `megatron-rl train`")
+    then = saved["description"]
     problems = [
-        f"{checkpoint} was saved with {flag} {saved.get(flag)}, this run has {value}: give it the same"
+        f"{checkpoint} was saved with {flag} {then.get(flag)}, this run has {value}: give it the same"
         for flag, value in wanted.items()
-        if saved.get(flag, 0) != value  # an earlier version has not recorded what its runs could not have
+        if then.get(flag) != value
     ]
     if problems:
         raise ConfigError(problems)
@@ -336,17 +305,9 @@ def _save_in_this_process(state: dict[str, Any], path: Path) -> None:
             module.mp = processes
 
 
-def _make_empty(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _whole_checkpoints(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if STEP_NAME.fullmatch(path.name))
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Every rank raises its error. Communication: as on_all_ranks."""
+    on_all_ranks(work if dist.get_rank() == 0 else lambda: None)
 
 
 def _replace_directory(final: Path, partial: Path) -> None:
@@ -357,37 +318,6 @@ def _replace_directory(final: Path, partial: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sharded_model_state(model: DistributedDataParallel) -> dict[str, Any]:
-    """With multi-token prediction the last stage has the embedding too, and Megatron asks whose copies these are."""
-    if not model_config_of(model).mtp_num_layers:
-        whole: dict[str, Any] = model.module.sharded_state_dict()
-        return whole
-    shared: dict[str, Any] = model.module.sharded_state_dict(metadata={"dp_cp_group": process_group(resolve_groups().dp_cp)})
-    return shared
-
-
-def _optimizer_metadata() -> dict[str, Any]:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    known = [name for name, load in RESHARDABLE_FORMATS.items() if hasattr(DistributedOptimizer, load)]
-    return {"distrib_optim_sharding_type": known[0], "chained_optim_avoid_prefix": True}
-
-
-def numbers_optimizer_states() -> bool:
-    """Whether the installed Megatron-Core names states by the place of their optimiser in a chain, whatever it is asked for."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-    class Part:
-        config, optimizer = None, SimpleNamespace(param_groups=[])
-
-        def sharded_state_dict(self, *positional: Any, **named: Any) -> dict[str, Any]:
-            return {"state": ShardedObject("state", None, (1,), (0,))}
-
-    found = ChainedOptimizer([Part(), Part()]).sharded_state_dict({}, metadata=_optimizer_metadata())
-    return any(part["state"].key != "state" for part in _parts_of_state(found))
 
 
 def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -419,96 +349,15 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     if not parts:
         optimizer.load_state_dict(state)
         return
-    for part, of_part in zip(parts, _parts_of_state(state), strict=True):
-        parameters, load = of_part.pop("param_state"), RESHARDABLE_FORMATS[of_part["param_state_sharding_type"]]
+    of_chain = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+    for part, of_part in zip(parts, of_chain or [state], strict=True):
+        parameters = of_part.pop("param_state")
         part.load_state_dict(of_part)
         states = part.optimizer.state.values()
         step_counts = [of_parameter.pop("step") for of_parameter in states]
-        getattr(part, load)(parameters)
+        part.load_parameter_state_from_fully_reshardable(parameters)
         for of_parameter, step_count in zip(states, step_counts, strict=True):
             of_parameter["step"] = step_count.clone()
-
-
-# What tells Megatron's groups of parameters apart, beside whether experts are spread over ranks, which is a matter of the layout.
-_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
-
-
-def _parts_of_state(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The states of the optimisers in a chain. Megatron makes one more for experts that are spread over ranks."""
-    chained = sorted(key for key in state if isinstance(key, int))
-    return [state[key] for key in chained] if chained else [state]
-
-
-def _grouped_as_now(optimizer: MegatronOptimizer, loaded: dict[Any, Any], saved: dict[Any, Any]) -> dict[Any, Any]:
-    """The loaded state with the groups of parameters that this layout has, where the saving one had others.
-
-    Moments are found by parameter. What a group holds besides (learning rate, decay, step) is the same in the groups of experts.
-    """
-    parts, parts_then = getattr(optimizer, "chained_optimizers", [optimizer]), _parts_of_state(saved)
-    if len(parts) == len(parts_then):
-        return loaded
-    loaded = {key: value for key, value in loaded.items() if isinstance(key, int) == (len(parts) > 1)}
-    groups_then = [group for part in parts_then for group in _inner(part)["param_groups"]]
-    by_key = {tuple(group[key] for key in _GROUP_KEYS): group for group in groups_then}
-    for part, state in zip(parts, _parts_of_state(loaded), strict=True):
-        for key, value in parts_then[0].items():  # what is no tensor is in the file by the place that it had then
-            state.setdefault(key, copy.deepcopy(value))
-        inner, first = _inner(state), _inner(parts_then[0])
-        # A distributed optimiser has no list of parameters in its groups.
-        given = [group for group in inner.get("param_groups", []) if "params" in group] or [{}] * len(part.param_groups)
-        inner["param_groups"] = [
-            by_key[tuple(now[key] for key in _GROUP_KEYS)]
-            | {name: group[name] for name, group in (("params", of_file), ("is_expert_parallel", now)) if name in group}
-            for now, of_file in zip(part.param_groups, given, strict=True)
-        ]
-        if "common_step" in first.get("state", {}):
-            inner["state"]["common_step"] = first["state"]["common_step"]
-    return loaded
-
-
-def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """torch's state inside the state of an optimiser of 16-bit parameters, or the state itself."""
-    inner: dict[str, Any] = state.get("optimizer", state)
-    return inner
-
-
-def _layout() -> list[int]:
-    from megatron.core import parallel_state
-
-    return [
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    ]
-
-
-def _random_state() -> dict[str, Any]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    state = {"python": random.getstate(), "torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _sharded_random_state(state: dict[str, Any] | None) -> dict[str, Any]:
-    """The random state as one object for each rank."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return {"state": ShardedObject("megatron_rl.random", state, (world_size,), (rank,), replica_id=0)}
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -5,54 +5,40 @@ A data-parallel rank holds the samples that it samples and trains. Of all others
 
 from __future__ import annotations
 
-import datetime
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from megatron_rl.config import NO_SELECTION, Overlong, PolicyLossConfig, RouterReplay
+from megatron_rl.config import NO_SELECTION, PolicyLossConfig, RouterReplay
 from megatron_rl.kept_counts import counts_kept_before
-from megatron_rl.layout.agreement import finish_together
-from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, group_device, world_group
+from megatron_rl.layout.agreement import on_all_ranks
+from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.megatron.step_selection import StepSelection, select_step_tokens
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
-from megatron_rl.train.rollouts import (
-    Microbatches,
-    Prompt,
-    RolloutBatch,
-    Sample,
-    SampleHeader,
-    SharedRollout,
-    group_advantages,
-    response_digest,
-)
-from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
+from megatron_rl.train.rollouts import Microbatches, Prompt, RolloutBatch, Sample, SampleHeader, SharedRollout, group_advantages
+from megatron_rl.train.sampling_filter import KeptTokens
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer
+from megatron_rl.train.user_tasks import PromptFileTask
 
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
 # Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
 SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
-# Of a vocabulary id where a filter sorts whole rows: logits, twice, and sorted; ids; float64 masses and sums; flags.
-SORTED_BYTES = 3 * 4 + 8 + 3 * 8 + 4
 
 
-def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool, sorts_rows: bool = False) -> int:
+def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool) -> int:
     """How many samples are sampled at once: by the logits of their last positions, the activations of a layer in the longest
-    forward, the keys and values, and with sorts_rows what a filter needs of whole rows. The same on all ranks.
-    Communication: an all-reduce of a number over all of them."""
+    forward, and the keys and values. The same on all ranks. Communication: an all-reduce of a number over all of them."""
     model, config, length = trainer.model, model_config_of(trainer.model), trainer.settings.max_sequence_length
     keeps_keys = can_cache(model) and not records_routes
     longest = length - max_new_tokens if keeps_keys else length  # a prompt, or the whole sequence for each token
@@ -60,7 +46,6 @@ def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_rou
     row_bytes = 4 * trainer.settings.vocab_size // tp_size
     row_bytes += max(longest, 1) * (4 * config.hidden_size + 2 * config.ffn_hidden_size // tp_size) * element
     row_bytes += cache_bytes(model, length) if keeps_keys else 0
-    row_bytes += SORTED_BYTES * trainer.settings.vocab_size if sorts_rows else 0
     device, memory = trainer.device, SAMPLING_BYTES
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory // SHARE_OF_DEVICE
@@ -75,151 +60,94 @@ class SampledRollouts:
     def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, samples_per_prompt: int):
         self._trainer, self._task, self._options = trainer, task, options
         self._samples_per_prompt = samples_per_prompt
-        is_replayed = options.router_replay == RouterReplay.ROLLOUT
-        self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
-        self._filter = SamplingFilter.of(options)
+        self._records_routes = options.router_replay == RouterReplay.ROLLOUT
         self._settings = SamplingSettings(
             max_new_tokens=task.max_new_tokens,
             end_tokens=task.end_tokens,
             temperature=trainer.config.policy_temperature,
             vocab_size=trainer.settings.vocab_size,
-            rows_per_forward=rows_per_forward(
-                trainer, task.max_new_tokens, records_routes=self._records_routes, sorts_rows=self._filter.is_on
-            ),
-            filter=self._filter,
+            rows_per_forward=rows_per_forward(trainer, task.max_new_tokens, records_routes=self._records_routes),
+            top_p=options.top_p,
         )
-        timeout = COLLECTIVE_TIMEOUT + datetime.timedelta(seconds=options.reward_timeout)
-        is_alone = dist.get_world_size() == 1
-        self._reward_group = SINGLE if is_alone else dist.new_group(backend="gloo", timeout=timeout)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout:
         """policy_version: the policy's now; the samples carry it.
 
-        A reward may be slow, paid for or random: one rank of each model replica computes it, and sends it to the others. The
-        tokens stay where they were sampled.
-        Communication: sampling's, finish_together's, and one all-reduce of three numbers a sample over all ranks.
+        A reward may be paid for or random: one rank of each model replica computes it, and sends it to the others. The tokens stay
+        where they were sampled.
+        Communication: sampling's, and on_all_ranks' of three numbers a sample.
         """
-        num_prompts, dp = self._options.prompts_per_rollout, self._trainer.groups.dp
+        num_prompts, dp, seed = self._options.prompts_per_rollout, self._trainer.groups.dp, self._options.seed
         first = rollout_index * num_prompts
         prompts = [self._task.make_prompt(first + index, self._options.seed) for index in range(num_prompts)]
         of_sample = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
         mine = [index for index in range(len(of_sample)) if self._dp_rank_of(index) == dp.rank()]
         recorder = self._trainer.route_recorder() if self._records_routes else None
-        kept = KeptTokens(len(mine)) if self._filter.is_on else None
-        responses = self._trainer.sample(
-            [of_sample[index].tokens for index in mine],
-            mine,
-            self._settings,
-            partial(gumbel_noise, self._options.seed, rollout_index),
-            recorder,
-            kept,
-        )
+        kept = KeptTokens(len(mine)) if self._options.top_p < 1.0 else None
+        own_prompts, noise = [of_sample[index].tokens for index in mine], partial(gumbel_noise, seed, rollout_index)
+        responses = self._trainer.sample(own_prompts, mine, self._settings, noise, recorder, kept)
         share = [(index, of_sample[index], response) for index, response in zip(mine, responses, strict=True)]
-        rewards, lengths, digests = self._exchanged(share, self._rewards_of(share, rollout_index), len(of_sample))
-        advantages = group_advantages(rewards, [prompt.prompt_id for prompt in of_sample], self._options.advantage_normalization)
+        rewarded = sorted(itertools.chain.from_iterable(on_all_ranks(partial(self._rewards_of, share))))
+        rewards, names = [reward for _, reward, _ in rewarded], [prompt.prompt_id for prompt in of_sample]
+        advantages = group_advantages(rewards, names, self._options.advantage_normalization)
         headers = [
             SampleHeader(
-                prompt_id=prompt.prompt_id,
+                prompt_id=names[index],
                 index=index,
-                response_length=int(lengths[index]),
-                reward=rewards[index],
+                response_length=length,
+                reward=reward,
                 advantage=advantages[index],
                 dp_rank=self._dp_rank_of(index),
-                response=int(digests[index]),
             )
-            for index, prompt in enumerate(of_sample)
+            for index, reward, length in rewarded
         ]
         samples = [
-            self._sample(headers[index], prompt, response, policy_version, None if recorder is None else recorder.samples[place])
+            Sample(
+                prompt_id=prompt.prompt_id,
+                tokens=torch.tensor([*prompt.tokens, *response]),
+                response_length=len(response),
+                loss_mask=torch.ones(len(response), dtype=torch.bool),
+                reward=rewards[index],
+                advantage=advantages[index],
+                old_log_probs=None,
+                index=index,
+                policy_version=policy_version,
+                routes=None if recorder is None else recorder.samples[place],
+                **({} if kept is None else kept.fields(place)),
+            )
             for place, (index, prompt, response) in enumerate(share)
         ]
-        if kept is not None:
-            samples = [replace(sample, **kept.fields(place)) for place, sample in enumerate(samples)]
-        own = RolloutBatch(
-            samples=samples,
-            rollout_index=rollout_index,
-            vocab_size=self._trainer.settings.vocab_size,
-        )
+        own = RolloutBatch(samples=samples, rollout_index=rollout_index, vocab_size=self._trainer.settings.vocab_size)
         return SharedRollout(headers=headers, own=own)
+
+    def lines_about(self, rollout: SharedRollout, number: int) -> list[str]:
+        """A line about each of the first `number` samples that this rank holds: prompt, response and reward."""
+        index, lines = rollout.own.rollout_index, []
+        for sample in rollout.own.samples[:number]:
+            place = index * self._options.prompts_per_rollout + sample.index // self._samples_per_prompt
+            prompt = self._task.make_prompt(place, self._options.seed)
+            shown = self._task.shown(prompt, sample.tokens[len(prompt.tokens) :].tolist())
+            lines.append(f"rollout {index}, reward {sample.reward:.3f}: {shown[0]!r} -> {shown[1]!r}")
+        return lines
 
     def _dp_rank_of(self, index: int) -> int:
         """--docs-per-step deals whole prompt groups to the ranks; else they take samples in turn."""
         is_dealt = self._trainer.config.docs_per_step is not None
         return (index // self._samples_per_prompt if is_dealt else index) % self._trainer.groups.dp.size()
 
-    def _rewards_of(self, share: list[Response], rollout_index: int) -> list[float]:
-        """Of this data-parallel rank's responses, on the first rank of each model replica; none on the others."""
+    def _rewards_of(self, share: list[Response]) -> list[tuple[int, float, int]]:
+        """(index, reward, length) of this data-parallel rank's responses, on the first rank of each model replica."""
         groups = self._trainer.groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
-            share = []
-        with TimeLimit(self._options.reward_timeout) as limit, keeps_settings_of_torch():
-            if not self._options.reward_batched:
-                return finish_together([partial(self._reward, limit, rollout_index, one) for one in share], self._reward_group)
-            rewards = partial(self._batch_of_rewards, limit, rollout_index, share)
-            return [reward for found in finish_together([rewards] if share else [], self._reward_group) for reward in found]
-
-    def _exchanged(self, share: list[Response], found: list[float], num_samples: int) -> list[list[float]]:
-        """The rewards, the lengths and the digests of the responses of all samples of the rollout, on all ranks."""
-        values = torch.zeros(3, num_samples, dtype=torch.float64)
-        for (index, _, response), reward in zip(share if found else [], found, strict=True):  # none: another rank has them
-            row = [reward - self._penalty(response), len(response), response_digest(response)]
-            values[:, index] = torch.tensor(row, dtype=torch.float64)
-        world = world_group()
-        return all_reduce_sum(values.to(group_device(world)), world).tolist()
-
-    def _sample(
-        self, header: SampleHeader, prompt: Prompt, response: list[int], policy_version: int | None, routes: Tensor | None
-    ) -> Sample:
-        is_masked = self._options.overlong == Overlong.MASK and self._is_cut(response)
-        return Sample(
-            prompt_id=prompt.prompt_id,
-            tokens=torch.tensor([*prompt.tokens, *response]),
-            response_length=len(response),
-            loss_mask=torch.full((len(response),), not is_masked),
-            reward=header.reward,
-            advantage=header.advantage,
-            old_log_probs=None,
-            index=header.index,
-            policy_version=policy_version,
-            routes=routes,
-        )
-
-    def _is_cut(self, response: list[int]) -> bool:
-        return len(response) == self._settings.max_new_tokens and response[-1] not in self._settings.end_tokens
-
-    def _penalty(self, response: list[int]) -> float:
-        """Yu et al., "DAPO", arXiv:2503.14476, equation 13: 0 before the buffer, 1 at its end."""
-        buffer = self._options.overlong_buffer
-        if self._options.overlong != Overlong.PENALTY or buffer is None:
-            return 0.0
-        return min(max(len(response) - (self._settings.max_new_tokens - buffer), 0) / buffer, 1.0)
-
-    def _batch_of_rewards(self, limit: TimeLimit, rollout_index: int, share: list[Response]) -> list[float]:
-        place = f"the reward {self._options.reward}, rollout {rollout_index}, {len(share)} samples,"
-        prompts, responses = [prompt for _, prompt, _ in share], [response for _, _, response in share]
-        with keeps_process_alive(place):
-            return limit.call(partial(self._task.rewards, prompts, responses), place)
-
-    def _reward(self, limit: TimeLimit, rollout_index: int, one: Response) -> float:
-        index, prompt, response = one
-        name = self._options.reward or "of the task"
-        place = f"the reward {name}, rollout {rollout_index}, sample {index}, prompt {prompt.prompt_id!r},"
-        with keeps_process_alive(place):
-            return limit.call(partial(self._task.reward, prompt, response), place)
+            return []
+        return [(index, self._task.reward(prompt, response), len(response)) for index, prompt, response in share]
 
 
 class Evaluation:
     """One response to each prompt of --eval-prompts, with the same noise each time, so that only the policy differs."""
 
-    def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, num_prompts: int):
-        plain = replace(
-            options,
-            prompts_per_rollout=num_prompts,
-            seed=options.seed + 1,
-            router_replay=RouterReplay.NONE.value,
-            check_router_replay=False,
-            overlong=Overlong.KEEP.value,
-        )
+    def __init__(self, trainer: PolicyTrainer, task: PromptFileTask, options: TrainOptions):
+        plain = replace(options, prompts_per_rollout=len(task.prompts), seed=options.seed + 1, router_replay=RouterReplay.NONE)
         self._rollouts = SampledRollouts(trainer, task, plain, 1)
 
     def measure(self) -> dict[str, float]:
@@ -247,8 +175,8 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
         return f"--router-replay {options.router_replay}"
     if counts_kept_before(config):
         return f"--rejected-tokens {config.rejected_tokens}"
-    # The sampler is the trainer's own engine. With a filter it reports its log-probabilities itself.
-    if options.rollouts is None and needs_rollout_log_probs(config) and not SamplingFilter.of(options).is_on:
+    # The sampler is the trainer's own engine. With --top-p it reports its log-probabilities itself.
+    if options.rollouts is None and needs_rollout_log_probs(config) and options.top_p == 1.0:
         has_delta = config.off_policy_sequence_delta is not None
         return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
     return None
@@ -259,11 +187,10 @@ def counts_kept_of_rollouts(trainer: PolicyTrainer, microbatches: Microbatches) 
 
     Communication: one all-reduce of a number over dp, where the settings make that possible.
     """
-    config, dp = trainer.config, trainer.groups.dp
+    config = trainer.config
     if config.off_policy_sequence_delta is not None or not counts_kept_before(config, OF_SEVERAL_SAMPLES):
         return False
-    is_given = any(sample.rollout_id is not None for samples in microbatches for sample in samples)
-    return bool(all_reduce_max(torch.tensor([int(is_given)], device=group_device(dp)), dp))
+    return _on_any_rank(trainer, any(sample.rollout_id is not None for samples in microbatches for sample in samples))
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
@@ -274,12 +201,11 @@ def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Mi
     if not _lack("old_log_probs", trainer, microbatches):
         return microbatches
     recorder = trainer.route_recorder() if trainer.settings.router_replay == RouterReplay.OLD_LOG_PROBS else None
-    values = trainer.log_probs(microbatches, recorder=recorder)
-    measured = [[replace(sample, old_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
+    measured = _with(microbatches, "old_log_probs", trainer.log_probs(microbatches, recorder=recorder))
     if recorder is None:
         return measured
     numbers = itertools.count()
-    return [[replace(sample, routes=recorder.samples[next(numbers)]) for sample in samples] for samples in measured]
+    return _with(measured, "routes", [[recorder.samples[next(numbers)] for _ in samples] for samples in measured])
 
 
 def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
@@ -298,8 +224,7 @@ def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -
 
 def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
     """The samples with the reference policy's log-probabilities."""
-    values = trainer.log_probs(microbatches, of_reference=True)
-    return [[replace(sample, ref_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
+    return _with(microbatches, "ref_log_probs", trainer.log_probs(microbatches, of_reference=True))
 
 
 def selection_of(trainer: PolicyTrainer, microbatches: Microbatches, *, seed: int) -> StepSelection | None:
@@ -313,14 +238,15 @@ def selection_of(trainer: PolicyTrainer, microbatches: Microbatches, *, seed: in
     replays_routes = trainer.settings.router_replay != RouterReplay.NONE
     with_entropy = "entropy" in TokenSelectionSettings.of(trainer.config).declared.needs
     measured = trainer.log_probs(microbatches, with_entropy=with_entropy, replays_routes=replays_routes)
-    pairs = [pair for of_microbatch in _paired(microbatches, measured) for pair in of_microbatch]
+    samples = [sample for of_microbatch in microbatches for sample in of_microbatch]
+    rows = [row for of_microbatch in measured for row in of_microbatch]
     return select_step_tokens(
         trainer.config,
-        [sample for sample, _ in pairs],
-        [sample.number for sample, _ in pairs],
+        samples,
+        [sample.number for sample in samples],
         trainer.groups,
-        log_probs=[row[0] if with_entropy else row for _, row in pairs],
-        entropy=[row[1] for _, row in pairs] if with_entropy else None,
+        log_probs=[row[0] if with_entropy else row for row in rows],
+        entropy=[row[1] for row in rows] if with_entropy else None,
         seed=seed,
     )
 
@@ -331,11 +257,17 @@ def _lack(name: str, trainer: PolicyTrainer, microbatches: Microbatches) -> bool
     A rank without samples has to measure where the others do: its experts take part in their forward.
     Communication: one all-reduce of a number over dp.
     """
+    return _on_any_rank(trainer, any(getattr(sample, name) is None for samples in microbatches for sample in samples))
+
+
+def _on_any_rank(trainer: PolicyTrainer, is_here: bool) -> bool:
     dp = trainer.groups.dp
-    is_missing = any(getattr(sample, name) is None for samples in microbatches for sample in samples)
-    return bool(all_reduce_max(torch.tensor([int(is_missing)], device=group_device(dp)), dp))
+    return bool(all_reduce_max(torch.tensor([int(is_here)], device=group_device(dp)), dp))
 
 
-def _paired(microbatches: Microbatches, values: list[list[Tensor]]) -> list[list[tuple[Sample, Tensor]]]:
-    """Each sample with its row."""
-    return [list(zip(samples, rows, strict=True)) for samples, rows in zip(microbatches, values, strict=True)]
+def _with(microbatches: Microbatches, name: str, values: Sequence[Sequence[Any]]) -> Microbatches:
+    """Each sample with its row in the field of this name."""
+    return [
+        [replace(sample, **{name: row}) for sample, row in zip(samples, rows, strict=True)]
+        for samples, rows in zip(microbatches, values, strict=True)
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,11 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import EmptySteps, Overlong, PolicyLossConfig
+from megatron_rl.config import EmptySteps, PolicyLossConfig, Watchdog
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
-from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
@@ -34,16 +34,14 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
-from megatron_rl.train.movement import PolicyMovement
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
-from megatron_rl.train.progress import ProgressBar
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
+from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import save_rollouts, truncate_rollouts
+from megatron_rl.train.rollout_files import record_of, save_rollouts
 from megatron_rl.train.rollouts import (
     Microbatches,
-    RolloutBatch,
+    Sample,
     SharedRollout,
-    commonest_response,
     mean_reward,
     partition,
     share_without_signal,
@@ -51,12 +49,8 @@ from megatron_rl.train.rollouts import (
 )
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
-from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
-from megatron_rl.train.watchdog import UNMOVED_STEPS, RunWatchdog
+from megatron_rl.train.watchdog import WatchdogState, look
 from megatron_rl.train.writers import (
-    CLIP_FRACTION,
-    COMMONEST,
-    COMMONEST_RANGE,
     LENGTH,
     REWARD,
     SKIPPED_STEPS,
@@ -64,7 +58,6 @@ from megatron_rl.train.writers import (
     WITHOUT_SIGNAL,
     MetricsWriter,
     names_what_cannot_be_written,
-    weights_and_biases,
 )
 
 logger = logging.getLogger(__name__)
@@ -86,8 +79,6 @@ class Progress:
     """Steps without a token that trains, under --empty-step skip; num_steps counts the others."""
     first_reward: float | None = None
     last_reward: float | None = None
-    clipped_ratio_fraction: float | None = 0.0
-    """The metric of this name over all samples seen; None where a step did not measure it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +89,17 @@ class Start:
     recent_rewards: tuple[float, ...] = ()
     stream_state: dict | None = None
     """The position in the rollout file, under --docs-per-step."""
-    watchdog_state: dict | None = None
+    watchdog: WatchdogState = field(default_factory=WatchdogState)
     step: int | None = None
     """Optimiser steps that the checkpoint has done; None: there is none."""
 
     @classmethod
     def of_counters(cls, counters: dict[str, Any]) -> Start:
-        """What a checkpoint keeps beside the weights; KeyError for one that no run has saved."""
-        progress = Progress(**{"clipped_ratio_fraction": None, **counters["progress"]})  # one of before did not count it
-        rewards = tuple(counters["recent_rewards"])
-        return cls(progress, rewards, counters.get("stream"), counters.get("watchdog"), progress.num_steps)
+        """What a checkpoint keeps beside the weights; KeyError for one that no run has saved. A field that is not known belongs to
+        an earlier version."""
+        progress = Progress(**{name: value for name, value in counters["progress"].items() if hasattr(Progress(), name)})
+        watchdog = WatchdogState(**{name: value for name, value in counters["watchdog"].items() if hasattr(WatchdogState(), name)})
+        return cls(progress, tuple(counters["recent_rewards"]), counters.get("stream"), watchdog, progress.num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,85 +151,77 @@ class TrainingRun:
         self._start, self._progress, self._run_id = start, start.progress, run_id
         self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
         self._is_first_rank = dist.get_rank() == 0
-        is_float32 = not trainer.settings.bf16
-        self._watchdog = RunWatchdog(config, state=start.watchdog_state, is_first_rank=self._is_first_rank, is_float32=is_float32)
-        self._movement = PolicyMovement(trainer, UNMOVED_STEPS) if self._watchdog.is_on else None
-        self._moved: dict[str, float] = {}
-        self._output_dir = Path(options.output_dir)
-        self._last_saved: tuple[int, Path] | None = None
+        self._watchdog = start.watchdog
+        self._saved_steps = start.progress.num_steps
+        self._checkpoint: Path | None = None
 
     def run(self) -> Outcome:
         """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
-        if options.save_rollouts:  # done on all ranks before one of them appends to its part
-            kept = self._progress.num_rollouts
-            on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
-        num_rollouts = None if options.rollouts else options.num_rollouts  # a file may end before
-        total = num_rollouts * options.steps_per_rollout if is_static and num_rollouts is not None else None
+        total = None  # a file may end before, and documents make as many steps as they make
+        if is_static and not options.rollouts and options.num_rollouts is not None:
+            total = options.num_rollouts * options.steps_per_rollout
         with (
             StopSignals() as signals,
-            self._make_writer() as writer,
-            ProgressBar(total, self._is_first_rank, self._progress.num_steps) as bar,
+            self._make_writer() if self._is_first_rank else contextlib.nullcontext() as self._writer,
+            make_bar(total, self._progress.num_steps) if self._is_first_rank else contextlib.nullcontext() as self._bar,
             contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
-            stop = StopRule(
-                signals,
-                max_seconds=options.max_seconds,
-                target_reward=options.target_reward,
-                window=options.target_reward_window,
-                recent_rewards=list(self._start.recent_rewards),
-            )
+            stop = StopRule(signals, options.max_seconds, options.target_reward, self._start.recent_rewards)
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
             else:
-                steps = self._steps_of_rollouts(bar)
-            reason = self._train(steps, stop, writer, bar)
+                steps = self._steps_of_rollouts()
+            reason = self._train(steps, stop)
             checkpoint = self._save(stop)
         return Outcome(self._progress, reason, stop.exit_code, time.monotonic() - started, checkpoint)
 
-    def _train(self, steps: Iterator[TrainStep], stop: StopRule, writer: MetricsWriter, bar: ProgressBar) -> str:
+    def _train(self, steps: Iterator[TrainStep], stop: StopRule) -> str:
         """Takes the steps until they are all done or the rule stops the run, and says which."""
         progress, save_interval, limit = self._progress, self._options.save_interval, self._options.num_rollouts
         began = time.monotonic()
         for step in steps:
             metrics = self._step(step)
-            if metrics is None:
-                bar.leave_out_a_step()
-            else:
-                self._record(metrics, step.rollout, step.of_rollout, began, writer, bar)
+            if metrics is not None:
+                self._record(metrics, step.rollout, step.of_rollout, began)
             if step.may_be_last:
                 rollouts_before, progress.num_rollouts = progress.num_rollouts, step.rollout + 1
                 if stop.should_stop(step.of_rollout[REWARD]):
                     return stop.reason or ""
-                if save_interval and progress.num_rollouts // save_interval > rollouts_before // save_interval:
+                if progress.num_rollouts // save_interval > rollouts_before // save_interval:
                     self._save(stop)
             began = time.monotonic()
         is_cut = limit is not None and progress.num_rollouts >= limit
         return f"all {limit} rollouts are done" if is_cut else "every rollout of the file is trained on"
 
-    def _steps_of_rollouts(self, bar: ProgressBar) -> Iterator[TrainStep]:
+    def _steps_of_rollouts(self) -> Iterator[TrainStep]:
         """Each rollout is sampled, or read, by the policy that the steps before it have left."""
         options, progress = self._options, self._progress
         while options.num_rollouts is None or progress.num_rollouts < options.num_rollouts:
-            first_step = progress.num_steps
-            rollout = self._rollouts.get(progress.num_rollouts, policy_version=first_step)
+            rollout = self._rollouts.get(progress.num_rollouts, policy_version=progress.num_steps)
             if rollout is None:
                 return
+            is_shown = options.show_samples and progress.num_rollouts % ROLLOUTS_BETWEEN_SAMPLES == 0
+            if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
+                self._show(self._rollouts.lines_about(rollout, options.show_samples))
             headers = rollout.headers
-            reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
-            of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
-            if (commonest := commonest_response(headers)) is not None:
-                of_rollout[COMMONEST], of_rollout[COMMONEST_RANGE] = commonest
-            if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:
+            of_rollout = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
+            if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
             for number, (microbatches, num_documents) in enumerate(parts, 1):
                 yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
-            if self._documents is not None and options.num_rollouts is not None:  # every rollout makes as many steps
-                rollouts_left = options.num_rollouts - progress.num_rollouts
-                bar.expect(progress.num_steps + rollouts_left * (progress.num_steps - first_step))
+
+    def _show(self, lines: list[str]) -> None:
+        """On the terminal, beside the bar, and in SAMPLES_FILE."""
+        say = partial(print if self._bar is None else self._bar.write, file=sys.stderr)
+        path = Path(self._options.output_dir) / SAMPLES_FILE
+        with names_what_cannot_be_written(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            for line in lines:
+                print(line, file=file)
+                say(line)
 
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
@@ -272,21 +256,27 @@ class TrainingRun:
         steps = [*unmeasured, *(with_old_log_probs(self._trainer, of_step) for of_step in steps[len(unmeasured) :])]
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
-            on_all_ranks(partial(self._save_rollout, rollout.part(samples), options.save_rollouts))
+            self._save_rollout(rollout, samples, options.save_rollouts)
         return list(zip(steps, num_documents, strict=True))
 
-    def _save_rollout(self, own: RolloutBatch, path: str) -> None:
-        """On the first rank of each model replica. Some data-parallel ranks may have no sample, and no part then."""
+    def _save_rollout(self, rollout: SharedRollout, samples: list[Sample], path: str) -> None:
+        """The first rank writes the samples of all data-parallel ranks, in the rollout's order. Communication: on_all_ranks'."""
         groups = self._trainer.groups
-        if own.samples and groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
+        is_given = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+        own = dataclasses.replace(rollout.own, samples=samples if is_given else [])
+        records = [record for of_rank in on_all_ranks(lambda: record_of(own)["samples"]) for record in of_rank]
+
+        def write() -> None:
+            of_index = {record["index"]: Sample(**record) for record in records}
+            whole = [of_index[header.index] for header in rollout.headers]
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
-                save_rollouts(path, dataclasses.replace(own, run_id=self._run_id), groups.dp.rank())
+                save_rollouts(path, dataclasses.replace(own, samples=whole, run_id=self._run_id))
+
+        on_all_ranks(write if self._is_first_rank else lambda: None)
 
     def _step(self, step: TrainStep) -> dict[str, float] | None:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
         microbatches, steps_done = step.microbatches, self._progress.num_steps
-        if self._movement is not None:
-            self._moved |= self._movement.before_step(steps_done, microbatches)
         # Each step of a file under --docs-per-step is a first one.
         if self._measures_first_steps or counts_kept_of_rollouts(self._trainer, microbatches):
             microbatches = with_old_log_probs(self._trainer, microbatches)
@@ -299,38 +289,27 @@ class TrainingRun:
                 microbatches,
                 num_documents=step.num_documents,
                 policy_version=steps_done,
-                counts_phantoms=self._watchdog.counts_phantoms(steps_done),
+                counts_phantoms=self._config.watchdog != Watchdog.OFF and steps_done == 0,
                 selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
-            if self._config.empty_step == EmptySteps.SKIP:
-                self._progress.skipped_steps += 1
-                if self._is_first_rank:
-                    number = f"{self._progress.skipped_steps} so far, after {steps_done} that trained"
-                    logger.warning(f"rollout {step.rollout}: a step is skipped ({number}): {error}")
-                return None
-            is_all_masked = not any(sample.loss_mask.any() for of_microbatch in microbatches for sample in of_microbatch)
-            if self._options.overlong != Overlong.MASK or not is_all_masked:
+            if self._config.empty_step != EmptySteps.SKIP:
                 raise
-            longest = self._options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-            raise EmptyStep(
-                f"{error}; --overlong mask has masked every response of this step, because --max-new-tokens {longest} cut it: "
-                "raise --max-new-tokens, or choose --overlong penalty or keep"
-            ) from error
+            self._progress.skipped_steps += 1
+            if self._is_first_rank:
+                number = f"{self._progress.skipped_steps} so far, after {steps_done} that trained"
+                logger.warning(f"rollout {step.rollout}: a step is skipped ({number}): {error}")
+            return None
 
-    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float, writer, bar) -> None:
+    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""
-        progress, seconds, reward = self._progress, time.monotonic() - began, of_rollout[REWARD]
-        if progress.first_reward is None:
-            progress.first_reward = reward
-        progress.last_reward = reward
+        progress, seconds = self._progress, time.monotonic() - began
+        progress.last_reward = of_rollout[REWARD]
+        progress.first_reward = progress.last_reward if progress.first_reward is None else progress.first_reward
         progress.num_steps += 1
         progress.samples_seen += int(metrics["num_samples"])
         progress.prompts_seen += int(metrics["num_prompts"])
         progress.tokens_seen += int(metrics["num_tokens"])
-        clipped, so_far = metrics.get(CLIP_FRACTION), progress.clipped_ratio_fraction
-        share = metrics["num_samples"] / max(progress.samples_seen, 1)  # of this step in the run
-        progress.clipped_ratio_fraction = None if clipped is None or so_far is None else so_far + (clipped - so_far) * share
         row = {
             "rollout": rollout,
             **of_rollout,
@@ -344,38 +323,30 @@ class TrainingRun:
         }
         if self._config.empty_step == EmptySteps.SKIP:
             row[SKIPPED_STEPS] = progress.skipped_steps
-        writer.write(progress.num_steps, row)
-        bar.update(progress.num_steps, row)
-        self._watchdog.look(progress.num_steps, row | self._moved)
-        self._moved = {}
-
-    def _make_writer(self) -> MetricsWriter:
-        options = self._options
-        own = options.metrics_writer if self._is_first_rank else None
-        writers = [] if own is None else [import_dotted(own, "--metrics-writer")(self._output_dir)]
-        if options.wandb_project is not None and self._is_first_rank:
-            writers.append(weights_and_biases(options.wandb_project, self._output_dir, settings_of(options, self._config)))
-        return MetricsWriter(
-            self._output_dir,
-            options.tensorboard,
-            self._is_first_rank,
-            self._start.step,
-            x_axis=options.x_axis,
-            writers=writers,
+        if self._writer is not None:
+            self._writer.write(progress.num_steps, row)
+        if self._bar is not None:
+            self._bar.set_postfix_str(describe(row), refresh=False)
+            self._bar.update()
+        is_float32 = not self._trainer.settings.bf16
+        self._watchdog = look(
+            self._config, self._watchdog, progress.num_steps, row, speaks=self._is_first_rank, is_float32=is_float32
         )
 
+    def _make_writer(self) -> MetricsWriter:
+        options, wandb = self._options, None
+        if options.wandb_project is not None:
+            wandb = {"project": options.wandb_project, "config": settings_of(options, self._config)}
+        return MetricsWriter(options.output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
+
     def _save(self, stop: StopRule) -> Path | None:
-        """Saves a checkpoint of this state, unless it was saved last or nothing has been trained."""
-        if self._progress.num_steps == (self._start.step or 0):
-            return None
-        if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
+        """Saves a checkpoint of this state, unless it is saved already. None where nothing has been trained."""
+        if self._saved_steps != self._progress.num_steps:
             counters: dict[str, Any] = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
-            counters |= {"watchdog": self._watchdog.state_dict(), "settings": settings_of(self._options, self._config)}
+            counters |= {"watchdog": dataclasses.asdict(self._watchdog), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()
-            directory = self._output_dir / CHECKPOINT_DIRECTORY
-            self._last_saved = (
-                self._progress.num_steps,
-                self._trainer.save(directory, self._progress.num_steps, counters),
-            )
-        return self._last_saved[1]
+            directory = Path(self._options.output_dir) / CHECKPOINT_DIRECTORY
+            self._saved_steps = self._progress.num_steps
+            self._checkpoint = self._trainer.save(directory, self._saved_steps, counters)
+        return self._checkpoint

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config import (
     AdvantageNormalization,
-    Overlong,
     PolicyLossConfig,
     RouterAuxLoss,
     RouterReplay,
@@ -24,7 +23,6 @@ from megatron_rl.config import (
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.tasks import BUILT_IN_TASKS
-from megatron_rl.train.writers import X_AXES
 from megatron_rl.validation import flag_of
 
 # In --output-dir, beside metrics.jsonl and the lock.
@@ -32,10 +30,12 @@ CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
 RUN_FILE = "run.json"
+SAMPLES_FILE = "samples.txt"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
 DEFAULT_STEPS_PER_ROLLOUT = 2
+ROLLOUTS_BETWEEN_SAMPLES = 10
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
 _DEMO: dict[str, Any] = {
     "task": "tally",
@@ -46,7 +46,6 @@ _DEMO: dict[str, Any] = {
     "lr": 1e-3,
     "num_rollouts": 140,
     "target_reward": 0.97,
-    "target_reward_window": 5,
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": _DEMO,
@@ -56,7 +55,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 128,
         "moe_aux_loss_coeff": 1e-3,
         "router_aux_loss": RouterAuxLoss.EXACT.value,
-        "check_router_replay": True,
     },
 }
 
@@ -75,21 +73,21 @@ def flag(
     *,
     must: Range | None = None,
     needs: tuple[str, str] | None = None,
+    without: tuple[str, str] | None = None,
     **argparse_settings: Any,
 ) -> Any:
     """A field of TrainOptions: its default, its help line, the range of a number, the option without which it has no effect and
-    why, and further settings of argparse."""
-    metadata = {"help": help, "must": must, "needs": needs, "argparse": argparse_settings}
+    why, the option with which it has none and why, and further settings of argparse."""
+    metadata = {"help": help, "must": must, "needs": needs, "without": without, "argparse": argparse_settings}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 count = partial(flag, must=Range("at least 1", lambda value: value >= 1))
 positive = partial(flag, must=Range("above 0", lambda value: value > 0))
 not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
-coefficient = partial(flag, must=Range("at least 0; 0 turns it off", lambda value: value >= 0))
 OF_EXPERTS = ("num_experts", "a dense model has no experts")
-OF_MTP = ("mtp_num_layers", "a model without these layers has no such loss")
-OF_ROUTERS = ("num_experts", "a dense model has no routers")
+OF_FOLDER = ("hf_checkpoint", "the folder decides it")
+OF_SAMPLES = ("rollouts", "nothing is sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,35 +96,28 @@ class ModelOptions:
 
     hf_checkpoint: str | None = flag(
         None,
-        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
+        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Mistral, Qwen2 or Qwen3.",
     )
-    hf_loader: str | None = flag(
-        None,
-        "own: this package's mapping; bridge: Megatron-Bridge. Unset: own where it knows the architecture, else bridge.",
-        choices=("own", "bridge"),
-        needs=("hf_checkpoint", "it says how that folder is read"),
+    num_layers: int = count(2, "Transformer layers.", without=OF_FOLDER)
+    hidden_size: int = count(64, "Width of the transformer.", without=OF_FOLDER)
+    num_attention_heads: int = count(4, "Attention heads.", without=OF_FOLDER)
+    vocab_size: int | None = count(
+        None, "Vocabulary of the model. Unset: as --rollouts says, if it does, else the task's.", without=OF_FOLDER
     )
-    num_layers: int = count(2, "Transformer layers.")
-    hidden_size: int = count(64, "Width of the transformer.")
-    num_attention_heads: int = count(4, "Attention heads.")
-    vocab_size: int | None = count(None, "Vocabulary of the model. Unset: as --rollouts says, if it does, else the task's.")
-    num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.")
-    moe_router_topk: int = count(2, "Experts that each token is sent to.", needs=OF_EXPERTS)
-    moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.", needs=OF_EXPERTS)
+    num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.", without=OF_FOLDER)
+    moe_router_topk: int = count(2, "Experts that each token is sent to.", needs=OF_EXPERTS, without=OF_FOLDER)
+    moe_ffn_hidden_size: int | None = count(
+        None, "Width of an expert. Unset: 4 x --hidden-size.", needs=OF_EXPERTS, without=OF_FOLDER
+    )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
         "What --moe-aux-loss-coeff weighs.",
         choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
         needs=OF_EXPERTS,
     )
-    moe_aux_loss_coeff: float = coefficient(
+    moe_aux_loss_coeff: float = not_negative(
         0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.", needs=OF_EXPERTS
     )
-    moe_z_loss_coeff: float | None = coefficient(
-        None, "Weight of the loss that keeps the router's logits small. Unset: none.", needs=OF_EXPERTS
-    )
-    mtp_num_layers: int | None = count(None, "Layers of multi-token prediction, trained beside the policy. Unset: none.")
-    mtp_loss_scaling_factor: float = coefficient(0.1, "Weight of the loss of these layers.", needs=OF_MTP)
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
 
 
@@ -138,9 +129,6 @@ class LayoutOptions:
     pipeline_model_parallel_size: int = count(1, "Ranks that share the stack of layers.")
     context_parallel_size: int = count(1, "Ranks that share each sequence.")
     expert_model_parallel_size: int = count(1, "Ranks that share the experts of each layer.", needs=OF_EXPERTS)
-    expert_tensor_parallel_size: int | None = count(
-        None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.", needs=OF_EXPERTS
-    )
     sequence_parallel: bool = flag(
         False,
         "Share activations between layers over the tensor-parallel ranks too.",
@@ -155,51 +143,27 @@ class RolloutOptions:
     """What the policy is asked, how its responses are rewarded, and which recorded rollouts take their place."""
 
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
-    task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
+    task: str | None = flag(
+        None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.", without=OF_FOLDER
+    )
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
-    reward_batched: bool = flag(
-        False,
-        "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers.",
-        needs=("prompts", "a built-in task computes its own reward"),
-    )
-    reward_timeout: float = flag(
-        300.0,
-        "Seconds that one call of the reward may take.",
-        must=Range("above 0 and at most 604800, a week", lambda value: 0 < value <= 604800),
-    )
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
-    end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
-    overlong: str = flag(
-        Overlong.KEEP.value,
-        "A response that --max-new-tokens cut: keep: as any other; mask: it trains nothing, and counts as a sample; penalty: its "
-        "reward falls in the last --overlong-buffer tokens, by 1 at the end (DAPO).",
-        choices=tuple(kind.value for kind in Overlong),
-    )
-    overlong_buffer: int | None = flag(None, "Tokens before --max-new-tokens in which --overlong penalty grows from 0 to 1.")
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     advantage_normalization: str = flag(
         AdvantageNormalization.STD.value,
         "An advantage is the reward minus the mean of its prompt group; std: divided by the standard deviation of the group, as in "
         "GRPO; none: not divided, as in Dr. GRPO.",
+        without=("rollouts", "the file holds the advantages"),
         choices=tuple(kind.value for kind in AdvantageNormalization),
     )
     top_p: float = flag(
         1.0,
-        "Sample from the fewest most probable tokens whose mass reaches this; as --top-k and --min-p, after the temperature. The "
+        "Sample from the fewest most probable tokens whose mass reaches this, after the temperature. The "
         "kept ids are recorded, and all log-probabilities of the loss are over them (--sampling-support replay).",
         must=Range("above 0 and at most 1; 1 turns it off", lambda value: 0 < value <= 1),
-    )
-    top_k: int = flag(
-        -1,
-        "Sample from as many most probable tokens, before --top-p; -1 turns it off.",
-        must=Range("at least 1, or -1, which turns it off", lambda value: value >= 1 or value == -1),
-    )
-    min_p: float = flag(
-        0.0,
-        "Sample from tokens that are at least this times as probable as the most probable one, after --top-p; 0 turns it off.",
-        must=Range("at least 0 and at most 1; 0 turns it off", lambda value: 0 <= value <= 1),
+        without=OF_SAMPLES,
     )
     seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
     rollouts: str | None = flag(None, "Train on recorded rollouts of --save-rollouts instead.")
@@ -207,15 +171,10 @@ class RolloutOptions:
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): what "
-        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too.",
+        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too. Each step "
+        "compares what routers used with what was replayed.",
         choices=tuple(kind.value for kind in RouterReplay),
-        needs=OF_ROUTERS,
-    )
-    check_router_replay: bool = flag(
-        False,
-        "Compare the experts of each micro-batch and layer in training with the replayed ones, and stop where they differ; "
-        "without replay measure the share of tokens that go to the sampler's experts.",
-        needs=OF_ROUTERS,
+        needs=OF_EXPERTS,
     )
 
 
@@ -227,11 +186,14 @@ class OptimiserOptions:
         None, "Learning rate of Adam, its largest. Unset: 3e-3 for a built-in task, 5e-4 with --prompts, 1e-6 with --hf-checkpoint."
     )
     lr_decay_style: str = flag(
-        "constant", "How the learning rate goes from --lr to --min-lr after the warm-up.", choices=("constant", "linear", "cosine")
+        "constant",
+        "How the learning rate goes from --lr to --min-lr, after the warm-up.",
+        choices=("constant", "linear", "cosine"),
     )
     lr_warmup_iters: int = not_negative(0, "Optimiser steps in which the learning rate grows to --lr.")
-    lr_decay_iters: int | None = count(None, "Optimiser step at which --min-lr is reached. Unset: the last of the run.")
-    min_lr: float = not_negative(0.0, "Learning rate at the end of the decay.")
+    min_lr: float = not_negative(
+        0.0, "Learning rate at the end of the decay.", needs=("lr_decay_style", "a constant learning rate does not decay")
+    )
     clip_grad: float = flag(
         1.0, "Largest gradient norm; 0 does not clip.", must=Range("at least 0; 0 does not clip", lambda value: value >= 0)
     )
@@ -248,11 +210,6 @@ class StepOptions:
     micro_batch_size: int | None = count(
         None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
     )
-    max_microbatches: int | None = count(
-        None,
-        "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.",
-        needs=("docs_per_step", "it bounds the steps of that flag"),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +217,9 @@ class SavingOptions:
     """Where the run keeps its files, and which run it goes on with."""
 
     output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
-    save_interval: int | None = count(50, "Rollouts between two checkpoints; one is saved at the end too.")
+    save_interval: int = count(
+        50, "Rollouts between two checkpoints, and between two evaluations on --eval-prompts; one is saved at the end too."
+    )
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
     load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
     overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
@@ -277,17 +236,12 @@ class WatchingOptions:
 
     eval_prompts: str | None = flag(
         None,
-        "Prompts that are not trained on, as --prompts; their mean reward and length are reported.",
+        "Prompts that are not trained on, as --prompts; their mean reward and length are reported every --save-interval rollouts.",
         needs=("prompts", "they are evaluated by the same reward"),
-    )
-    eval_interval: int = count(
-        20, "Rollouts between two evaluations on --eval-prompts.", needs=("eval_prompts", "there is nothing to evaluate")
+        without=OF_SAMPLES,
     )
     target_reward: float | None = flag(
-        None, "Stop when the mean reward of the last rollouts is at least this.", must=Range("finite", lambda value: True)
-    )
-    target_reward_window: int = count(
-        5, "Rollouts that --target-reward averages over.", needs=("target_reward", "there is no mean to reach")
+        None, "Stop when the mean reward of the last 5 rollouts is at least this.", must=Range("finite", lambda value: True)
     )
     max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
 
@@ -297,12 +251,16 @@ class OutputOptions:
     """How the metrics are shown and to whom they are sent."""
 
     tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
-    x_axis: str = flag("step", "What TensorBoard, --metrics-writer and the picture are drawn against.", choices=tuple(X_AXES))
-    metrics_writer: str | None = flag(
-        None, "Your own writer, module.function, called as fn(output_dir); what it returns has add_scalar or log."
+    wandb_project: str | None = flag(
+        None,
+        "Send TensorBoard's events to this project of Weights & Biases too; needs wandb.",
+        needs=("tensorboard", "it sends TensorBoard's events"),
     )
-    wandb_project: str | None = flag(None, "Write the metrics to this project of Weights & Biases too; needs wandb.")
-    plot: bool = flag(True, "Write the curves as a picture; on by default.")
+    show_samples: int = not_negative(
+        0,
+        f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}.",
+        without=OF_SAMPLES,
+    )
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
 
 
@@ -376,13 +334,11 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
         return {}
     if options.hf_checkpoint is not None:  # the folder has the rest
         balance = ("moe_router_load_balancing_type", "moe_aux_loss_coeff") if options.moe_aux_loss_coeff else ()
-        z_loss = ("moe_z_loss_coeff",) if options.moe_z_loss_coeff else ()
-        return {name: getattr(options, name) for name in (*balance, *z_loss)}
+        return {name: getattr(options, name) for name in balance}
     names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     return {
         "num_moe_experts": options.num_experts,
         "moe_ffn_hidden_size": options.moe_ffn_hidden_size or 4 * options.hidden_size,
-        "moe_z_loss_coeff": options.moe_z_loss_coeff or None,
         **{name: getattr(options, name) for name in names},
     }
 
@@ -390,7 +346,9 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
 def settings_of(options: TrainOptions, config: PolicyLossConfig) -> dict[str, Any]:
     """flag -> value, as plain numbers and text: what a checkpoint keeps of a run's settings. Where a run begins, when it ends and
     what it writes is left out: it does not change a step."""
-    left_out = {"preset", "num_rollouts", "save_rollouts"}
+    left_out = {"preset", "save_rollouts"}
+    if options.lr_decay_style == "constant":
+        left_out.add("num_rollouts")
     for group in (SavingOptions, WatchingOptions, OutputOptions):
         left_out |= {field.name for field in dataclasses.fields(group)}
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in left_out}

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.files.json_values import read_saved
 from megatron_rl.train import checkpoints
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, PLOT_FILE, RUN_FILE, VOCABULARY_FILE, TrainOptions
-from megatron_rl.train.run_lock import LOCK_FILE, RunLock
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, RUN_FILE, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
 from megatron_rl.train.tasks import Task
-from megatron_rl.train.user_tasks import PromptFileTask
+from megatron_rl.train.user_tasks import CharacterVocabulary, PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
 
-# What a run itself writes into its folder.
-OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
+LOCK_FILE = "run.lock"
 
 
 def check_start(options: TrainOptions) -> Iterator[str]:
@@ -50,33 +49,19 @@ def goes_on(options: TrainOptions) -> bool:
 
 def check_output_dir(options: TrainOptions) -> Iterator[str]:
     output_dir = options.output_dir
-    problem = path_problem(output_dir)
-    if problem:
-        yield f"--output-dir '{printable(output_dir[:200])}': {problem}; name a folder, as in --output-dir runs/first"
-        return
     place = Path(output_dir).absolute()
     while not os.path.exists(place):
         place = place.parent
-    if not os.path.isdir(place):
-        yield f"--output-dir {output_dir}: {place} is not a directory"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        yield f"--output-dir {output_dir}: {place} is not writable"
+    if not os.path.isdir(place) or not os.access(place, os.W_OK | os.X_OK):
+        yield f"--output-dir {output_dir}: {place} is no folder that can be written; name another"
     own_checkpoints = os.path.join(output_dir, CHECKPOINT_DIRECTORY)
-    if os.path.lexists(own_checkpoints) and not os.path.isdir(own_checkpoints):
-        to = f"a link to {os.readlink(own_checkpoints)}, which is not there" if os.path.islink(own_checkpoints) else "not a folder"
-        yield f"--output-dir {output_dir}: {own_checkpoints} is {to}: make it one, or remove it"
-        return
-    has_checkpoint = os.path.isdir(own_checkpoints)
-    metrics = os.path.join(output_dir, METRICS_FILE)
-    if os.path.isdir(metrics):
-        yield f"--output-dir {output_dir}: {metrics} is a folder, and the run's metrics are a file: move it away, or name another"
-        return
     foreign = checkpoints.foreign_entries(own_checkpoints) if options.overwrite else []
     if foreign:
         yield (
             f"--overwrite: {own_checkpoints} holds what no run has put there "
             f"({printable(', '.join(foreign[:3]))}): move it away, or name another --output-dir"
         )
+    has_checkpoint, metrics = os.path.isdir(own_checkpoints), os.path.join(output_dir, METRICS_FILE)
     # A run that failed before its first step has left an empty file, which may be overwritten.
     has_metrics = os.path.exists(metrics) and os.path.getsize(metrics) > 0
     if options.resume and not has_checkpoint:
@@ -87,39 +72,28 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
         yield f"--output-dir {output_dir} holds a run; {resume}--overwrite starts anew, or name another"
 
 
-def path_problem(path: str) -> str | None:
-    """Why no file can have this name; None where one can."""
-    if not path.strip():
-        return "the name is empty"
-    if "\0" in path:
-        return "the name holds a NUL character"
-    try:
-        os.lstat(path)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return f"the name has {len(path)} characters, which is too long here"
-    return None
-
-
 def is_same_file(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
+def lock_of(options: TrainOptions) -> FileLock:
+    """Of the output directory, not taken yet. The kernel drops it with the process, by kill -9 too."""
+    return FileLock(Path(options.output_dir) / LOCK_FILE, blocking=False)
+
+
+def take_output_dir(lock: FileLock, options: TrainOptions) -> str:
     """Locks the output directory, and looks again at what it holds: another run may have ended since. ConfigError where another run
-    has it. Returns a line where a dead run had it."""
+    has it. Returns the id of the resumed run, else a new one: it tells this run's files from another's."""
     output_dir = Path(options.output_dir)
     with names_what_cannot_be_written(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        line = lock.acquire(output_dir)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(f"{output_dir} is in use by another run: wait for it, end it, or name another --output-dir") from None
     if problems := [*check_output_dir(options)]:
         raise ConfigError(problems)
-    return [] if line is None else [line]
-
-
-def run_id_of(options: TrainOptions) -> str:
-    """The id of the resumed run, else a new one: it tells this run's files from another's."""
-    path = Path(options.output_dir) / RUN_FILE
+    path = output_dir / RUN_FILE
     return str(read_saved(path, "run_id")) if goes_on(options) and path.exists() else uuid.uuid4().hex
 
 
@@ -127,26 +101,25 @@ def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | Non
     """A new run must not find an older run's checkpoints and metrics, unless it goes on from them; text prompts keep their
     vocabulary beside them. Returns lines about rows of metrics that are lost; DataError where the file cannot be gone on with."""
     output_dir = Path(options.output_dir)
-    own_checkpoints = output_dir / CHECKPOINT_DIRECTORY
     lines = []
     with names_what_cannot_be_written(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
         if not goes_on(options):
-            checkpoints.remove_checkpoints(own_checkpoints)
-            (output_dir / METRICS_FILE).unlink(missing_ok=True)
+            checkpoints.remove_checkpoints(output_dir / CHECKPOINT_DIRECTORY)
+            for name in (METRICS_FILE, SAMPLES_FILE):
+                (output_dir / name).unlink(missing_ok=True)
         elif resume_step is not None:
             lines = missing_rows(output_dir / METRICS_FILE, resume_step)
         if not (goes_on(options) and (output_dir / RUN_FILE).exists()):
             (output_dir / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n", encoding="utf-8")
-        if isinstance(task, PromptFileTask) and task.vocabulary is not None:
+        if isinstance(task, PromptFileTask) and isinstance(task.vocabulary, CharacterVocabulary):
             task.vocabulary.save(output_dir / VOCABULARY_FILE)
     return lines
 
 
 def check_vocabulary(options: TrainOptions, task: Task) -> None:
     """A checkpoint's token ids must mean the same characters: ConfigError, on every rank and before any of them starts."""
-    if not isinstance(task, PromptFileTask) or task.vocabulary is None or not (options.resume or options.load):
+    if not isinstance(task, PromptFileTask) or not (options.resume or options.load):
         return
     run_dir = checkpoint_directory(options).parent
-    if (run_dir / VOCABULARY_FILE).exists():
+    if isinstance(task.vocabulary, CharacterVocabulary) and (run_dir / VOCABULARY_FILE).exists():
         task.vocabulary.check_saved(run_dir / VOCABULARY_FILE)

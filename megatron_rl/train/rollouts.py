@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_rl.config import AdvantageNormalization
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.rollout_groups import rollouts_of
 
 if TYPE_CHECKING:
@@ -23,8 +20,6 @@ if TYPE_CHECKING:
 
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
 DEVIATION_FLOOR = 1e-6
-# Digests travel as int64.
-DIGEST_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +65,7 @@ class Sample:
     old_log_probs: Tensor | None
     """[response_length] float32, by the policy that sampled the response; None: on-policy."""
     index: int
-    """Position in the rollout batch, the `sample` of the sampling noise."""
+    """Position in the rollout batch, and the sample's number for the sampling noise."""
     ref_log_probs: Tensor | None = None
     """[response_length] float32, by the reference policy; only a KL term needs them."""
     rollout_log_probs: Tensor | None = None
@@ -100,24 +95,13 @@ class Sample:
             values = getattr(self, name)
             if isinstance(values, list):
                 object.__setattr__(self, name, torch.tensor(values, dtype=getattr(torch, dtype)))
-        if isinstance(self.kept_ids, list | dict):
-            from megatron_rl.train.kept_ids import read_kept_ids
+        if isinstance(self.kept_ids, list):
+            from megatron_rl.layout.sampling_support import SamplingSupport
 
-            object.__setattr__(self, "kept_ids", read_kept_ids(self.kept_ids))
-
-
-class InGroup(Protocol):
-    @property
-    def prompt_id(self) -> str | int: ...
-
-    @property
-    def rollout_id(self) -> str | int | None: ...
-
-    @property
-    def reward(self) -> float: ...
+            object.__setattr__(self, "kept_ids", SamplingSupport.from_lists(self.kept_ids))
 
 
-AnySample = TypeVar("AnySample", bound=InGroup)
+AnySample = TypeVar("AnySample", bound="Sample | SampleHeader")
 Microbatches = Sequence[Sequence[Sample]]
 
 
@@ -131,10 +115,6 @@ class RolloutBatch:
     """0 for the first rollout of a run."""
     vocab_size: int | None = None
     """Of the policy that the tokens are for; None: not recorded."""
-    num_parts: int = 1
-    """The files over which --save-rollouts spread the rollout, one a data-parallel rank."""
-    digest: int | None = None
-    """Of the headers of all its samples, in each of several parts; None: a whole rollout, or not recorded."""
     run_id: str | None = None
     """Of the run that wrote it; None: not recorded."""
 
@@ -143,17 +123,14 @@ class RolloutBatch:
 class SampleHeader:
     """What every rank knows of a sample. Its tokens are on its data-parallel rank alone."""
 
-    prompt_id: str | int
-    """A name, or its digest: equal for the samples of one prompt."""
+    prompt_id: str
     index: int
     response_length: int
     reward: float
     advantage: float
     dp_rank: int
     rollout_id: str | int | None = None
-    """A name, or its digest; None: the sample is a rollout."""
-    response: int = 0
-    """response_digest of its tokens."""
+    """None: the sample is a rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,60 +147,28 @@ class SharedRollout:
         prompt goes on from there, so that no rank is idle in a step of few prompts. The samples of one rollout go together."""
         in_groups = [rollout for group in prompt_groups(batch.samples) for rollout in rollouts_of(group)]
         rank_of = {sample.index: place % dp_size for place, rollout in enumerate(in_groups) for sample in rollout}
+        names = ("prompt_id", "index", "response_length", "reward", "advantage", "rollout_id")
         headers = [
-            SampleHeader(
-                prompt_id=sample.prompt_id,
-                index=sample.index,
-                response_length=sample.response_length,
-                reward=sample.reward,
-                advantage=sample.advantage,
-                dp_rank=rank_of[sample.index],
-                rollout_id=sample.rollout_id,
-                response=response_digest(sample.tokens[-sample.response_length :].tolist()),
-            )
+            SampleHeader(dp_rank=rank_of[sample.index], **{name: getattr(sample, name) for name in names})
             for sample in batch.samples
         ]
         own = [sample for sample in batch.samples if rank_of[sample.index] == dp_rank]
         return cls(headers=headers, own=dataclasses.replace(batch, samples=own))
 
-    def part(self, samples: Sequence[Sample]) -> RolloutBatch:
-        """What this rank writes: `samples`, its own as measured, and what tells the parts of this rollout from another's."""
-        num_parts = len({header.dp_rank for header in self.headers})
-        digest = None
-        if num_parts > 1:
-            of_headers = hashlib.blake2b(repr(self.headers).encode(), digest_size=8).digest()
-            digest = int.from_bytes(of_headers, "big") % DIGEST_LIMIT
-        return dataclasses.replace(self.own, samples=list(samples), num_parts=num_parts, digest=digest)
-
 
 def group_advantages(
-    rewards: Sequence[float],
-    prompt_ids: Sequence[str],
-    normalization: str = AdvantageNormalization.STD,
-    rollout_ids: Sequence[str | int] | None = None,
+    rewards: Sequence[float], prompt_ids: Sequence[str], normalization: str = AdvantageNormalization.STD
 ) -> list[float]:
     """(reward - mean of its group) / (unbiased standard deviation of its group + 1e-6); 0 in a group of equal rewards.
 
     arXiv:2402.03300, section 4.1.2, with a floor under the deviation. normalization "none": reward - mean, as in Dr. GRPO,
-    arXiv:2503.20783, section 3.2. A group of one gets 0; groups may be scattered. Samples of one rollout count once in their group,
-    with the reward that they share. rollout_ids None: each sample is a rollout.
+    arXiv:2503.20783, section 3.2. A group of one gets 0; groups may be scattered.
     Example: rewards 0, 1, 1 of one prompt: mean 2/3, deviation 0.57735, advantages -1.1547, 0.57735, 0.57735.
     """
     groups: dict[str, list[float]] = {}
-    keys: Sequence[str | int] = range(len(rewards)) if rollout_ids is None else rollout_ids
-    seen: set[str | int] = set()
-    for reward, prompt_id, key in zip(rewards, prompt_ids, keys, strict=True):
-        if not math.isfinite(reward):
-            raise DataError(f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function")
-        if key not in seen:
-            groups.setdefault(prompt_id, []).append(reward)
-        seen.add(key)
-    try:
-        baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
-    except OverflowError as error:
-        raise DataError(
-            f"rewards of up to {max(map(abs, rewards)):g} have no mean and deviation in float64: give smaller ones"
-        ) from error
+    for reward, prompt_id in zip(rewards, prompt_ids, strict=True):
+        groups.setdefault(prompt_id, []).append(reward)
+    baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
     is_divided = AdvantageNormalization(normalization) == AdvantageNormalization.STD
     return [
         (reward - baselines[prompt_id][0]) / (baselines[prompt_id][1] + DEVIATION_FLOOR if is_divided else 1.0)
@@ -241,7 +186,7 @@ def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
 
 def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     """The samples of each prompt, in the order of their first samples."""
-    groups: dict[str | int, list[AnySample]] = {}
+    groups: dict[str, list[AnySample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())
@@ -253,18 +198,16 @@ def mean_reward(samples: Sequence[AnySample]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def problem_of_rollouts(samples: Sequence[AnySample]) -> tuple[str, str] | None:
+def problem_of_rollouts(samples: Sequence[Sample]) -> tuple[str, str] | None:
     """(field, what is wrong) where the samples of one rollout do not share their prompt or their reward; None: nothing."""
     for rollout in rollouts_of(samples):
-        first = rollout[0]
-        for sample in rollout[1:]:
-            for name, own, other in (
-                ("prompt_id", first.prompt_id, sample.prompt_id),
-                ("reward", first.reward, sample.reward),
-            ):
-                if own != other:
-                    shared = f"samples of rollout {first.rollout_id!r} have {own!r} and {other!r}: a rollout has one {name}"
-                    return name, f"{shared}, which all its samples share; correct it, or give the samples a rollout_id each"
+        for name in ("prompt_id", "reward"):
+            values = sorted({getattr(sample, name) for sample in rollout})
+            if len(values) > 1:
+                return (
+                    name,
+                    f"samples of rollout {rollout[0].rollout_id!r} have {values}: its samples share one {name}",
+                )
     return None
 
 
@@ -272,21 +215,6 @@ def share_without_signal(samples: Sequence[SampleHeader]) -> float:
     """The share of prompt groups whose advantages are all 0, as where all their rewards are equal: they train nothing."""
     groups = prompt_groups(samples)
     return sum(all(sample.advantage == 0.0 for sample in group) for group in groups) / len(groups)
-
-
-def response_digest(tokens: Iterable[int]) -> int:
-    """Equal for equal responses, on every machine, and a whole number that float64 has: it travels beside rewards."""
-    of_tokens = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).digest()
-    return int.from_bytes(of_tokens, "little") % 2**53
-
-
-def commonest_response(samples: Sequence[SampleHeader]) -> tuple[float, float] | None:
-    """(the share of the samples that have the most common response, the range of their rewards). None: of one prompt."""
-    if len(prompt_groups(samples)) < 2:
-        return None
-    ((commonest, count),) = Counter(sample.response for sample in samples).most_common(1)
-    rewards = [sample.reward for sample in samples if sample.response == commonest]
-    return count / len(samples), max(rewards) - min(rewards)
 
 
 def split_into_steps(samples: Sequence[AnySample], steps_per_rollout: int, rollout_index: int) -> list[list[AnySample]]:
@@ -316,10 +244,6 @@ def partition(samples: Sequence[SampleHeader], dp_rank: int, micro_batch_size: i
     samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups. The samples of one
     rollout stay in one micro-batch where they are on one rank.
     """
-    if not samples:
-        raise DataError("a step without samples: there is nothing to partition")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ConfigError(f"--micro-batch-size {micro_batch_size} must be at least 1, or unset for one micro-batch")
     from megatron_rl.accumulation import cut_at_rollouts  # it needs torch, and `train --help` does not
 
     of_ranks: dict[int, list[SampleHeader]] = {dp_rank: []}

@@ -17,26 +17,21 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import AdvantageNormalization, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.ranks import initialize_ranks
-from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
-from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
+from megatron_rl.train.collection import Evaluation, SampledRollouts
 from megatron_rl.train.document_steps import size_of_steps
-from megatron_rl.train.hf_bridge import read_model
-from megatron_rl.train.hf_export import HFExport
+from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
-from megatron_rl.train.output_dir import checkpoint_directory, prepare_output_dir, run_id_of, take_output_dir
-from megatron_rl.train.peers import PeerWatch
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
-from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
-from megatron_rl.train.run_lock import RunLock
-from megatron_rl.train.sampling_filter import SamplingFilter
+from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, take_output_dir
+from megatron_rl.train.replay import ReplayedRollouts
+from megatron_rl.train.rollout_files import cut_rollouts, recorded_vocab_size
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
@@ -54,38 +49,31 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
-        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
-    with PeerWatch() as watch, says_why_it_ends(watch), RunLock() as lock:
+    lock = lock_of(options)  # held until this function ends
+    with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
-        lines = on_first_rank(partial(take_output_dir, lock, options))
-        run_id = on_first_rank(partial(run_id_of, options))
+        run_id = on_first_rank(partial(take_output_dir, lock, options))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
-        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
+        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options)
         training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation, run_id=run_id)
-        export = None if options.save_hf is None else HFExport(options.save_hf, run_id)
-        if options.save_rollouts is not None and start.progress.num_rollouts:  # which it would cut, and go on in
-            on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
-        if export is not None:
-            on_first_rank(export.try_to_write)
-        lines += [] if settings.hf_model is None else settings.hf_model.notes
-        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
+        if options.save_rollouts is not None:
+            on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts, run_id))
+        lines = changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         on_start()
         outcome = training.run()
-        if export is not None and outcome.exit_code == 0:
-            on_first_rank(export.begin)
-            trainer.save_hf(export.partial)
-            on_first_rank(export.finish)
+        if options.save_hf is not None and outcome.exit_code == 0:
+            trainer.save_hf(options.save_hf)
         return outcome
 
 
 @contextmanager
-def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
+def says_why_it_ends() -> Iterator[None]:
     """RunError for Ctrl-C and for a lost rank; then the groups of ranks are destroyed."""
     try:
         yield
@@ -95,8 +83,7 @@ def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
         if not is_lost_rank(error):
             raise
         first_line = str(error).partition("\n")[0]
-        who = watch.who_ended() or "another rank ended, or did not come in time: its own message says why"
-        raise RunError(f"{who} ({first_line})") from error
+        raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
     finally:
         dist.destroy_process_group()
 
@@ -115,7 +102,9 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch
     given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)
-    given["hf_model"] = None if options.hf_checkpoint is None else read_model(options.hf_checkpoint, options.hf_loader)
+    if options.lr_decay_style != "constant":
+        given["lr_decay_iters"] = (options.num_rollouts or 0) * options.steps_per_rollout
+    given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
     return TrainerSettings(**given)
 
 
@@ -129,7 +118,7 @@ def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
 def rollouts_of(trainer: PolicyTrainer, task: Task, options: TrainOptions, *, first: int) -> SampledRollouts | ReplayedRollouts:
     """Those of --rollouts from index `first` on, or such as the policy samples."""
     if options.rollouts:
-        return ReplayedRollouts(options.rollouts, ReplayRules.of(options, trainer), first=first, dp_group=trainer.groups.dp)
+        return ReplayedRollouts(options, trainer, first=first)
     if trainer.config.samples_per_prompt is None:
         raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
     return SampledRollouts(trainer, task, options, trainer.config.samples_per_prompt)
@@ -149,36 +138,25 @@ def restore(trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossCon
 
 def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTrainer, lines: list[str]) -> None:
     """One line: what is trained, on which layout, under which contract; then `lines`, and the warnings."""
-    groups = trainer.groups
+    groups, probe = trainer.groups, trainer.probe
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     if options.num_experts is not None:
-        sizes |= {"EP": options.expert_model_parallel_size, "ETP": options.expert_tensor_parallel_size or groups.tp.size()}
+        sizes["EP"] = options.expert_model_parallel_size
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    switches = {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}
-    kinds = " ".join(name for name, is_on in switches.items() if is_on)
-    head = f", {kinds} head" if kinds else ""
-    samples = (
-        "recorded rollouts" if options.rollouts else f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
-    )
+    kinds = [name for name, is_on in {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}.items() if is_on]
+    head = f", {' '.join(kinds)} head" if kinds else ""
+    samples = f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
+    samples = "recorded rollouts" if options.rollouts else samples
     if config.docs_per_step is not None:
         size, why = size_of_steps(options, config, groups.dp.size())
         samples += f", {size} documents a step"
         lines = [*why, *lines]
     elif not options.rollouts:
         samples += f", {options.steps_per_rollout} steps a rollout"
-    if not options.rollouts:
-        is_divided = options.advantage_normalization == AdvantageNormalization.STD
-        samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
-    filters = SamplingFilter.of(options)
-    if filters.is_on:
-        samples += f", {filters.in_words()}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
-    reader = reader_of_old_log_probs(options, config)
-    if reader is not None:
-        samples += f", old log-probabilities of the first step measured for {reader}"
-    probe, selection = trainer.probe, TokenSelectionSettings.of(config).in_words()
-    selection = f", {selection}" if selection else ""
+    if options.top_p < 1.0:
+        samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
     print(
-        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{selection}{head} | "
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | "
         f"{model_in_words(options, trainer.settings)} | {samples} | {layout}, {trainer.device.type} | "
         f"megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,
@@ -192,7 +170,6 @@ def model_in_words(options: TrainOptions, settings: TrainerSettings) -> str:
     """Its kind, size and type, and the learning rate."""
     kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
     experts = f" with {options.num_experts} experts" if options.num_experts else ""
-    mtp = f", {options.mtp_num_layers} of multi-token prediction" if options.mtp_num_layers else ""
     decay = "" if options.lr_decay_style == "constant" else f", {options.lr_decay_style} to {options.min_lr:g}"
     dtype = "bfloat16" if settings.bf16 else "float32"
-    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}{mtp}, {dtype}, lr {options.lr:g}{decay}"
+    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g}{decay}"

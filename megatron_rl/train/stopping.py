@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,8 @@ from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
 
 # A shell's convention: 128 + the signal's number.
 SIGNAL_EXIT_CODE = 128
+# Rollouts that --target-reward averages over.
+TARGET_REWARD_WINDOW = 5
 
 
 class StopSignals:
@@ -23,7 +26,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.received: int = 0
+        self.received = 0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -45,25 +48,19 @@ class StopRule:
     """Asks all ranks once a rollout. `reason` says why in words; `exit_code` is 0 unless a signal ended the run."""
 
     def __init__(
-        self,
-        signals: StopSignals,
-        *,
-        max_seconds: float | None,
-        target_reward: float | None,
-        window: int,
-        recent_rewards: list[float],
-    ) -> None:
+        self, signals: StopSignals, max_seconds: float | None, target_reward: float | None, recent_rewards: Iterable[float]
+    ):
         self.reason: str | None = None
         self.exit_code = 0
-        self.recent_rewards: deque[float] = deque(recent_rewards, maxlen=window)
-        self._signals = signals
-        self._max_seconds = max_seconds
-        self._target_reward = target_reward
+        self.recent_rewards: deque[float] = deque(recent_rewards, maxlen=TARGET_REWARD_WINDOW)
+        self._signals, self._max_seconds, self._target_reward = signals, max_seconds, target_reward
         self._started = time.monotonic()
 
     def should_stop(self, reward: float) -> bool:
         """After a rollout of mean reward `reward`. Communication: one all-reduce of two numbers over all ranks."""
         self.recent_rewards.append(reward)
+        mean = sum(self.recent_rewards) / len(self.recent_rewards)
+        is_mean_of_all = len(self.recent_rewards) == TARGET_REWARD_WINDOW
         is_late = self._max_seconds is not None and time.monotonic() - self._started >= self._max_seconds
         world = world_group()
         mine = torch.tensor([self._signals.received, int(is_late)], device=group_device(world))
@@ -71,14 +68,8 @@ class StopRule:
         if received:
             self.reason = f"stopped by {signal.Signals(received).name}"
             self.exit_code = SIGNAL_EXIT_CODE + received
-        elif self._has_reached_target():
-            mean = sum(self.recent_rewards) / len(self.recent_rewards)
-            self.reason = f"mean reward {mean:.3f} of the last {len(self.recent_rewards)} rollouts reached the target"
+        elif self._target_reward is not None and is_mean_of_all and mean >= self._target_reward:
+            self.reason = f"mean reward {mean:.3f} of the last {TARGET_REWARD_WINDOW} rollouts reached the target"
         elif is_late:
             self.reason = f"--max-seconds {self._max_seconds:g} are over"
         return self.reason is not None
-
-    def _has_reached_target(self) -> bool:
-        if self._target_reward is None or len(self.recent_rewards) < (self.recent_rewards.maxlen or 1):
-            return False
-        return sum(self.recent_rewards) / len(self.recent_rewards) >= self._target_reward

@@ -7,115 +7,76 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import eq
 from pathlib import Path
-from typing import Protocol
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollouts import Prompt
-from megatron_rl.train.user_tasks import RewardFunction, call_reward, import_reward, read_prompt_file, stable_integer
+from megatron_rl.train.user_tasks import (
+    PromptFileTask,
+    RewardFunction,
+    call_reward,
+    import_reward,
+    read_prompt_file,
+    stable_integer,
+)
 
 DEFAULT_TASK = "repeat"
 
 
-class Task(Protocol):
-    """What the training loop needs to know of a task."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Length of the longest prompt."""
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Sampling stops after this number of tokens."""
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """Sampling stops after each of these tokens, and after max_new_tokens."""
-
-    def make_prompt(self, index: int, seed: int) -> Prompt:
-        """The index-th prompt of a run: always the same for the same (seed, index)."""
-
-    def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The reward of the sampled tokens, end token included. A built-in task's is the share of correct tokens."""
-
-    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
-        """Those of several samples, by one call of the user's function where that takes lists."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
-    """A prompt of symbols after a begin token, with one right answer. A small model learns it on a CPU."""
+    """A prompt of one symbol after a begin token, with one right answer. A small model learns it on a CPU."""
 
     name: str
     num_symbols: int
     """Symbols are the ids below it; the id num_symbols begins each prompt."""
-    prompt_length: int
-    """Symbols in a prompt, without the begin token."""
-    answer: Callable[[list[int]], list[int]]
-    """The symbols of a prompt -> the right response."""
+    answer: Callable[[int], list[int]]
+    """The symbol of a prompt -> the right response."""
     max_new_tokens: int
+    """Sampling stops after this number of tokens, and after each of end_tokens."""
     smallest_symbol: int = 0
     """Of a prompt."""
     end_tokens: tuple[int, ...] = ()
-    """Without one each response has max_new_tokens."""
     reward_function: RewardFunction | None = None
     """A user's reward in place of the share of correct tokens."""
 
+    max_prompt_tokens = 2
+
     @property
     def vocab_size(self) -> int:
+        """Token ids are below it."""
         return self.num_symbols + 1
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        return self.prompt_length + 1
-
     def make_prompt(self, index: int, seed: int) -> Prompt:
-        numbers = [stable_integer(self.name, seed, index, place) for place in range(self.prompt_length)]
-        symbols = [self.smallest_symbol + number % (self.num_symbols - self.smallest_symbol) for number in numbers]
-        record = {"answer": self.answer(symbols)}
-        return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, *symbols], record=record)
+        """The index-th prompt of a run: always the same for the same (seed, index)."""
+        number = stable_integer(self.name, seed, index, 0)
+        symbol = self.smallest_symbol + number % (self.num_symbols - self.smallest_symbol)
+        record = {"answer": self.answer(symbol)}
+        return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, symbol], record=record)
+
+    def shown(self, prompt: Prompt, response: list[int]) -> tuple[list[int], list[int]]:
+        """Both as a person reads them: token ids, because there is no text."""
+        return prompt.tokens, response
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The tokens that are right at their place, divided by the longer of response and answer."""
+        """The tokens, end token included, that are right at their place, divided by the longer of response and answer."""
         if self.reward_function is not None:
             return call_reward(self.reward_function, prompt, prompt.tokens, response)
         answer = prompt.record["answer"]
-        longest, shortest = max(len(response), len(answer)), min(len(response), len(answer))
-        return sum(response[place] == answer[place] for place in range(shortest)) / longest
-
-    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
-        return [self.reward(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        return sum(map(eq, response, answer)) / max(len(response), len(answer))
 
 
-def four_times(symbols: list[int]) -> list[int]:
-    return symbols * 4
-
-
-def two_digits_of_sum(symbols: list[int]) -> list[int]:
-    return list(divmod(sum(symbols), 10))
-
-
-def tally(symbols: list[int]) -> list[int]:
-    """As many marks, token 1, as the number in the prompt, and the end, token 0."""
-    return [1] * symbols[0] + [0]
-
+Task = BuiltInTask | PromptFileTask
 
 BUILT_IN_TASKS: dict[str, BuiltInTask] = {
-    task.name: task
-    for task in (
-        BuiltInTask(name="repeat", num_symbols=8, prompt_length=1, answer=four_times, max_new_tokens=4),
-        BuiltInTask(name="sort", num_symbols=10, prompt_length=3, answer=sorted, max_new_tokens=3),
-        BuiltInTask(name="add", num_symbols=10, prompt_length=2, answer=two_digits_of_sum, max_new_tokens=2),
-        # Responses end by themselves, at 2 to 6 tokens: what a loss or an aggregation makes of lengths shows.
-        BuiltInTask(
-            name="tally", num_symbols=6, smallest_symbol=1, prompt_length=1, answer=tally, max_new_tokens=8, end_tokens=(0,)
-        ),
-    )
+    "repeat": BuiltInTask(name="repeat", num_symbols=8, answer=lambda symbol: [symbol] * 4, max_new_tokens=4),
+    # As many marks, token 1, as the number in the prompt, and the end, token 0. Responses end by themselves, at 2 to 6 tokens: what
+    # a loss or an aggregation makes of lengths shows.
+    "tally": BuiltInTask(
+        name="tally", num_symbols=6, smallest_symbol=1, answer=lambda symbol: [1] * symbol + [0], max_new_tokens=8, end_tokens=(0,)
+    ),
 }
 
 
@@ -125,7 +86,6 @@ def make_task(
     prompts: str | Path | None = None,
     reward: str | None = None,
     max_new_tokens: int | None = None,
-    end_token: int | None = None,
     hf_checkpoint: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> Task:
@@ -135,32 +95,17 @@ def make_task(
 
     Raises: ConfigError for what was asked for, DataError for what the prompts file holds.
     """
-    problems = list(task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens, end_token=end_token))
+    problems = task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens)
     if problems:
         raise ConfigError(problems)
     reward_function = None if reward is None else import_reward(reward)
-    if prompts is not None and reward_function is not None:
-        tokenizer = None if hf_checkpoint is None else HFTokenizer.of_folder(hf_checkpoint)
-        return read_prompt_file(
-            prompts,
-            reward_function,
-            max_new_tokens=max_new_tokens,
-            end_token=end_token,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-        )
-    name = DEFAULT_TASK if name is None else name
-    return replace(BUILT_IN_TASKS[name], reward_function=reward_function)
+    if prompts is None or reward_function is None:
+        return replace(BUILT_IN_TASKS[name or DEFAULT_TASK], reward_function=reward_function)
+    tokenizer = None if hf_checkpoint is None else HFTokenizer.of_folder(hf_checkpoint)
+    return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, tokenizer=tokenizer, vocab_size=vocab_size)
 
 
-def task_problems(
-    name: str | None,
-    *,
-    prompts: str | Path | None,
-    reward: str | None,
-    max_new_tokens: int | None,
-    end_token: int | None,
-) -> list[str]:
+def task_problems(name: str | None, *, prompts: str | Path | None, reward: str | None, max_new_tokens: int | None) -> list[str]:
     """Each problem of the flags that name a task, one line each. Nothing is read or imported."""
     problems = []
     if name is not None and name not in BUILT_IN_TASKS:
@@ -169,9 +114,8 @@ def task_problems(
             "and --reward module.function"
         )
     if prompts is None:
-        for flag, value in (("--max-new-tokens", max_new_tokens), ("--end-token", end_token)):
-            if value is not None:
-                problems.append(f"{flag} {value} works with --prompts alone: a built-in task has its own")
+        if max_new_tokens is not None:
+            problems.append(f"--max-new-tokens {max_new_tokens} works with --prompts alone: a built-in task has its own")
         return problems
     if name is not None:
         problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")
@@ -181,6 +125,4 @@ def task_problems(
         problems.append(f"--prompts {prompts}: there is no such file")
     if max_new_tokens is not None and max_new_tokens < 1:
         problems.append(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    if end_token is not None and end_token < 0:
-        problems.append(f"--end-token {end_token} must be a token id, at least 0")
     return problems

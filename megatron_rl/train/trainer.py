@@ -18,12 +18,12 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import all_reduce_sum, group_device, resolve_groups
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.kept_tokens import step_factor_of_kept, sum_over_step
-from megatron_rl.megatron.model import build_gpt_model, in_half_precision, transformer_config, transformer_engine_problem
+from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
@@ -32,9 +32,7 @@ from megatron_rl.megatron.samples import (
     PolicySample,
     RouteShape,
     UnweightedSample,
-    count_further_tokens,
     count_routed_tokens,
-    trained_mtp_layers,
     unweighted,
     weigh_samples,
 )
@@ -44,17 +42,14 @@ from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
-from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
-from megatron_rl.train.hf_bridge import LoadedModel, build_model, config_of, save_model
+from megatron_rl.train.generation import Noise, Sampler, SamplingSettings
+from megatron_rl.train.hf_model import HFModel
+from megatron_rl.train.hf_weights import build_hf_model, save_hf_checkpoint
 from megatron_rl.train.sampling_filter import KeptTokens
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
-
-# Of each parameter's weights; a share of one in a thousand is counted in four parameters.
-SOME = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,18 +69,14 @@ class TrainerSettings:
     min_lr: float = 0.0
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
-    weight_decay: float = 0.0
     clip_grad: float = 1.0
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     bf16: bool = False
     packed: bool = False
-    hf_model: LoadedModel | None = None  # has the sizes above too, and the initial weights
+    hf_model: HFModel | None = None  # has the sizes above too, and the initial weights
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
-    mtp_num_layers: int | None = None
-    mtp_loss_scaling_factor: float = 0.1
     router_replay: str = RouterReplay.NONE
-    check_router_replay: bool = False
 
 
 class PolicyTrainer:
@@ -100,7 +91,7 @@ class PolicyTrainer:
         self.settings, self.config, self.device = settings, config, device
         self.groups = resolve_groups()
         self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)
-        self._head = HeadSettings.of(config, knows_mtp=True)
+        self._head = HeadSettings.of(config)
         self._bounds_on_host = transformer_engine_problem() is not None  # as gpt_layer_spec decides
         check_contract(config, self._model_config)
         if settings.router_replay != RouterReplay.NONE:
@@ -113,16 +104,15 @@ class PolicyTrainer:
             grad_reduce_in_fp32=settings.bf16,
         )
         self.probe: ProbeResult = probe_schedule(ddp_config=ddp_config)
-        bare = self._build()
-        check_routers(config.router_aux_loss, bare, self._model_config, is_packed=settings.packed)
-        wrapped = in_half_precision(bare) if settings.bf16 else bare
-        self.model = DistributedDataParallel(self._model_config, ddp_config, wrapped)
+        policy = self._build()
+        check_routers(config.router_aux_loss, policy, self._model_config, is_packed=settings.packed)
+        self.model = DistributedDataParallel(self._model_config, ddp_config, policy)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
                 min_lr=settings.min_lr,
-                weight_decay=settings.weight_decay,
+                weight_decay=0.0,
                 adam_beta1=0.9,
                 adam_beta2=settings.adam_beta2,
                 adam_eps=settings.adam_eps,
@@ -136,7 +126,7 @@ class PolicyTrainer:
         self._schedule = self._learning_rates()
         self._forward_step = PolicyForwardStep(config, vocab_size=settings.vocab_size)
         # Before the optimiser is in the model's config: Megatron copies the config for experts, and process groups have no copy.
-        self._reference = self._build_reference() if config.kl_coefficient else None
+        self._reference = self._build().requires_grad_(False) if config.kl_coefficient else None
         self._model_config.grad_scale_func = self.optimizer.scale_loss
 
     @property
@@ -156,11 +146,9 @@ class PolicyTrainer:
         recorder: RouteRecorder | None = None,
         kept: KeptTokens | None = None,
     ) -> list[list[int]]:
-        """One response for each prompt of this data-parallel rank. Communication and errors: as sample_responses."""
-        device, head = self.device, self._head
-        return sample_responses(
-            self.model, prompts, sample_ids, settings, noise, self.groups, device=device, head=head, recorder=recorder, kept=kept
-        )
+        """One response for each prompt of this data-parallel rank. Communication and errors: as Sampler.sample."""
+        sampler = Sampler(self.model, settings, noise, self.groups, self.device, self._head, recorder, kept)
+        return sampler.sample(prompts, sample_ids)
 
     def log_probs(
         self,
@@ -220,8 +208,8 @@ class PolicyTrainer:
         for the check of routes.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError for an unmasked token that is not finite, and with check_router_replay where a router did not use
-        the replayed routes, before the optimiser changes a weight.
+        policy/*. Raises DataError for an unmasked token that is not finite, and where a router did not use the replayed routes,
+        before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -237,7 +225,6 @@ class PolicyTrainer:
             policy_version=policy_version,
             counts_phantoms=counts_phantoms,
             num_routed_tokens=count_routed_tokens(self.config, samples, self.groups),
-            num_further_tokens=count_further_tokens(self._model_config, samples, self.groups),
             replays_routes=self.settings.router_replay != RouterReplay.NONE,
         )
         batches = self._batches(parts, context)
@@ -256,21 +243,16 @@ class PolicyTrainer:
                 micro_batch_size=batches[0].tokens.shape[0],
                 forward_only=False,
             )
-        if self.settings.check_router_replay and context.replays_routes:
+        if context.replays_routes:
             on_all_ranks(checker.raise_first)
         reports = self._forward_step.take_reports()
         check_finite(reports)
         learning_rate = self._set_learning_rate(policy_version)
         _, grad_norm, _ = self.optimizer.step()
         has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
-        metrics = self._step_metrics(reports, totals, float(grad_norm), weighted) | {"learning_rate": learning_rate}
+        metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
         metrics |= {} if selection is None or self.config.policy_metrics == PolicyMetrics.NONE else selection.metrics()
         return metrics | (checker.metrics(self.groups) if has_routes else {})
-
-    def some_weights(self) -> Tensor:  # [at most SOME a parameter] float32
-        """Weights of this rank's part, as the model computes with them: at each call the same places of each parameter."""
-        parameters = [parameter.detach().flatten() for parameter in self.model.parameters()]
-        return torch.cat([values[:: -(-values.numel() // SOME) or 1].float() for values in parameters])
 
     def _learning_rates(self) -> OptimizerParamScheduler | None:
         settings = self.settings
@@ -286,8 +268,8 @@ class PolicyTrainer:
             lr_warmup_steps=settings.lr_warmup_iters,
             lr_decay_steps=settings.lr_decay_iters or settings.lr_warmup_iters + 1,
             lr_decay_style=settings.lr_decay_style,
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
+            start_wd=0.0,
+            end_wd=0.0,
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
@@ -307,10 +289,10 @@ class PolicyTrainer:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
 
     def save_hf(self, folder: str | Path) -> None:
-        """Communication and errors: as save_model. Raises ConfigError for a model that was not read from a folder."""
+        """Communication and errors: as save_hf_checkpoint. Raises ConfigError for a model that was not read from a folder."""
         if self.settings.hf_model is None:
             raise ConfigError("the model was not read from a Hugging Face folder, so there is no format to write it in")
-        save_model(self.settings.hf_model, self.model, folder)
+        save_hf_checkpoint(self.settings.hf_model, [self.model], folder)
 
     def load(self, checkpoint: str | Path) -> dict[str, Any]:
         return checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, description=self._description())
@@ -318,47 +300,38 @@ class PolicyTrainer:
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
         description = {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
-        numbers = {"--num-experts": self.settings.experts.get("num_moe_experts"), "--mtp-num-layers": self.settings.mtp_num_layers}
-        return description | {name: number or 0 for name, number in numbers.items()}
+        description["--num-experts"] = self._model_config.num_moe_experts or 0
+        # Megatron has one more optimiser where experts are spread over ranks, and saves it apart.
+        description["--expert-model-parallel-size"] = self._model_config.expert_model_parallel_size
+        return description
 
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
         if settings.hf_model is not None:
-            others |= {**settings.experts, "sequence_parallel": settings.sequence_parallel, "bf16": settings.bf16}
-            config: TransformerConfig = config_of(settings.hf_model, **others)
-            return config
-        return transformer_config(
-            num_layers=settings.num_layers,
-            hidden_size=settings.hidden_size,
-            num_attention_heads=settings.num_attention_heads,
-            sequence_parallel=settings.sequence_parallel,
-            bf16=settings.bf16,
-            normalization="RMSNorm",
-            add_bias_linear=False,
-            mtp_num_layers=settings.mtp_num_layers,
-            mtp_loss_scaling_factor=settings.mtp_loss_scaling_factor,
-            **settings.experts,
-            **others,
-        )
+            sizes = settings.hf_model.transformer_options()
+        else:
+            sizes = {name: getattr(settings, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+            sizes |= {"normalization": "RMSNorm", "add_bias_linear": False}
+        others |= {"sequence_parallel": settings.sequence_parallel, "bf16": settings.bf16}
+        return transformer_config(**{**sizes, **settings.experts, **others})
 
-    def _build(self) -> GPTModel:
-        longest = self._row_length([self.settings.max_sequence_length])
-        if self.settings.hf_model is not None:
-            built: GPTModel = build_model(self.settings.hf_model, self._model_config, max_sequence_length=longest)
-            return built.to(self.device)
-        tp_size = self.groups.tp.size()
-        model = build_gpt_model(
-            self._model_config,
-            vocab_size=-(-self.settings.vocab_size // tp_size) * tp_size,
-            max_sequence_length=longest,
-            seed=self.settings.seed,
-        )
-        return model.to(self.device)
+    def _build(self) -> nn.Module:
+        """A model with the initial weights, of the seed or of --hf-checkpoint."""
+        from megatron.core.transformer.module import Float16Module
 
-    def _build_reference(self) -> nn.Module:
-        """The reference policy: the initial weights, of the seed or of --hf-checkpoint."""
-        model = self._build().requires_grad_(False)
-        return in_half_precision(model) if self.settings.bf16 else model
+        settings, tp_size = self.settings, self.groups.tp.size()
+        longest = self._row_length([settings.max_sequence_length])
+        if settings.hf_model is not None:
+            model = build_hf_model(settings.hf_model, self._model_config, max_sequence_length=longest)
+        else:
+            model = build_gpt_model(
+                self._model_config,
+                vocab_size=-(-settings.vocab_size // tp_size) * tp_size,
+                max_sequence_length=longest,
+                seed=settings.seed,
+            )
+        model = model.to(self.device)
+        return Float16Module(self._model_config, model) if settings.bf16 else model
 
     def _row_length(self, lengths: Sequence[int]) -> int:
         multiple = self.groups.tp.size() if self.settings.sequence_parallel else 1
@@ -389,13 +362,10 @@ class PolicyTrainer:
             for part in parts
         ]
 
-    def _step_metrics(
-        self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float, samples: Sequence[PolicySample]
-    ) -> dict[str, float]:
+    def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
         metrics = self._loss_metrics(reports, totals)
         if totals.num_rollouts is not None:
             metrics |= {"num_rollouts": totals.num_rollouts, "rollout/rows": totals.num_samples / totals.num_rollouts}
-            metrics["rollout/weight_effective_sample_size"] = self._weight_sample_size(samples)
         metrics |= {"grad_norm": grad_norm, "num_samples": totals.num_samples, "num_tokens": totals.num_tokens}
         if totals.num_prompts is not None:
             metrics["num_prompts"] = totals.num_prompts
@@ -409,23 +379,15 @@ class PolicyTrainer:
             )
         return metrics
 
-    def _weight_sample_size(self, samples: Sequence[PolicySample]) -> float:
-        """(sum w)^2 / (n sum w^2) of the weights w of the n tokens that have one. Communication: one all-reduce of [3] over dp."""
-        weighed = [(sample.token_weight, sample.token_count) for sample in samples if sample.token_weight]
-        sums = [sum(weight**power * count for weight, count in weighed) for power in (0, 1, 2)]
-        device = group_device(self.groups.dp)
-        number, total, squared = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=device), self.groups.dp).tolist()
-        return total**2 / (number * squared)
-
     def _loss_metrics(self, reports: list[MicrobatchReport], totals: StepTotals) -> dict[str, float]:
         """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.
 
-        Communication: as sum_over_step, of [5]. Synchronises once.
+        Communication: as sum_over_step, of [4]. Synchronises once.
         """
-        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept, report.mtp_loss) for report in reports]
+        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept) for report in reports]
         zero, config = torch.zeros((), dtype=torch.float64, device=self.device), self.config
         parts = [torch.stack([zero if value is None else value.double() for value in row]) for row in rows]
-        policy, kl, entropy, num_kept, of_mtp = sum_over_step(parts, 5, self.groups).tolist()
+        policy, kl, entropy, num_kept = sum_over_step(parts, 4, self.groups).tolist()
         if divides_by_kept(config):
             policy *= step_factor_of_kept(totals, num_kept)
         metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
@@ -433,6 +395,4 @@ class PolicyTrainer:
             metrics["loss/kl"] = kl
         if config.entropy_coefficient:
             metrics["loss/entropy"] = entropy
-        if trained_mtp_layers(self._model_config):
-            metrics["policy/mtp_loss"] = of_mtp
         return metrics

@@ -1,0 +1,489 @@
+"""Loss, gradient and metrics of a whole step, from the equations of the papers. It imports torch alone.
+
+One process, float64, on the CPU, all samples at once; autograd takes the derivative. A name without a formula here is an error
+that says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BOUND = 20.0  # log-ratios are bounded to +- this before exp
+TINY_REST = 1e-8  # DPPO: 1 - p is at least this
+SAME_POLICY = 1e-5  # TOPR: a ratio above 1 by less is rounding
+# Corrections that the field uses with one value: Yao et al. (tis), Ring-1T (icepop). Elsewhere both bounds are given.
+USUAL_BOUNDS: dict[tuple[Any, str], tuple[float, float]] = {("tis", "token"): (0.0, 2.0), ("icepop", "token"): (0.5, 5.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSample:
+    """A sample of m tokens, masked ones included; a vector has one number a token. What is masked is not read."""
+
+    labels: list[int]
+    mask: list[bool]
+    advantages: list[float]
+    old: list[float] | None  # None: on-policy
+    rollout: list[float] | None  # None: nothing reads it
+    ref: list[float] | None
+    importance: list[float]
+    prompt: str
+    kept: list[list[int]] | None = None  # the ids that the sampler drew from; None: all
+    rollout_id: str | None = None  # equal for the rows of a rollout; None: the sample is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSettings:
+    """A function in place of a name is a user's own, of the form of the table's rows."""
+
+    loss: str | Callable[[Tokens], Result] = "grpo"
+    low: float = math.nan  # the clip, as distances from 1
+    high: float = math.nan
+    parameters: dict[str, float] = field(default_factory=dict)
+    ratio_unit: str = "sample"  # what has one ratio, where a sample has: "rollout", or "turn", a run of unmasked tokens
+    aggregation: str | Callable[[Counts], float] = "sample_mean"
+    divisor: float = 1.0
+    correction: str | Correction = "none"
+    level: str = "token"
+    bounds: tuple[float | None, float | None] = (None, None)
+    sequence_delta: float | None = None
+    is_dropped: bool = False  # rejected tokens are not counted
+    selection: str | Selection = "none"
+    selection_share: float = 0.0
+    selection_bounds: tuple[float, float] = (-math.inf, math.inf)  # of the score
+    selection_penalty: float = 1.0  # of the selected tokens' distance from the old policy, where the selection has one
+    kl_estimator: str | Estimator = "k3"
+    kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+    entropy_score: str = "full"  # likewise of the entropy
+    entropy_tokens: str = "all"  # or those that are "trained", where a selection leaves some out
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The unmasked tokens of one sample, [m] each."""
+
+    log_ratio: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    entropy: Tensor
+    settings: DenseSettings
+
+    def number(self, name: str) -> float:
+        return self.settings.parameters[name]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return (values.sum() / len(values)).expand(len(values))
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-BOUND, BOUND).exp()
+
+
+Result = tuple[Tensor, Tensor]  # value [m], whether it is clipped [m]
+
+
+def clipped_surrogate(tokens: Tokens, log_ratio: Tensor) -> Result:
+    """Schulman et al., arXiv:1707.06347, equation 7; with a finite c the dual clip of Ye et al., arXiv:1912.09729."""
+    ratio, a = bounded_exp(log_ratio), tokens.advantages
+    low, high, c = 1 - tokens.settings.low, 1 + tokens.settings.high, tokens.settings.parameters.get("clip_ratio_c", math.inf)
+    objective = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+    if c < math.inf:
+        objective = torch.where(a < 0, torch.maximum(objective, c * a), objective)
+    is_beyond = (a > 0) & (ratio > high) | (a < 0) & ((ratio < low) | (ratio > c))
+    return -objective, (is_beyond | (log_ratio.abs() > BOUND)) & (a != 0)
+
+
+def grpo(tokens: Tokens) -> Result:
+    """arXiv:2402.03300, equation 3."""
+    return clipped_surrogate(tokens, tokens.log_ratio)
+
+
+def gspo(tokens: Tokens) -> Result:
+    """arXiv:2507.18071, equations 5 and 7: the geometric mean of the tokens' ratios."""
+    return clipped_surrogate(tokens, tokens.mean(tokens.log_ratio))
+
+
+def gspo_token(tokens: Tokens) -> Result:
+    """arXiv:2507.18071, section 4.3: the same ratio as a number, times pi / sg(pi)."""
+    return clipped_surrogate(tokens, tokens.mean(tokens.log_ratio).detach() + tokens.log_probs - tokens.log_probs.detach())
+
+
+def cispo(tokens: Tokens) -> Result:
+    """arXiv:2506.13585, equation 4."""
+    ratio = bounded_exp(tokens.log_ratio).detach()
+    weight = ratio.clamp(1 - tokens.settings.low, 1 + tokens.settings.high)
+    return -weight * tokens.advantages * tokens.log_probs, (weight != ratio) & (tokens.advantages != 0)
+
+
+def gmpo(tokens: Tokens) -> Result:
+    """arXiv:2507.20673: tokens are clipped in log space, each on the side where its advantage pushes; then the geometric mean."""
+    a, log_ratio = tokens.advantages, tokens.log_ratio
+    above = (a > 0) & (log_ratio > math.log(1 + tokens.settings.high))
+    below = (a < 0) & (log_ratio < math.log(1 - tokens.settings.low))
+    kept = torch.where(above, math.log(1 + tokens.settings.high), torch.where(below, math.log(1 - tokens.settings.low), log_ratio))
+    mean = tokens.mean(kept)
+    return -bounded_exp(mean) * a, (above | below | (mean.abs() > BOUND)) & (a != 0)
+
+
+def sapo(tokens: Tokens) -> Result:
+    """arXiv:2511.20347: f(r) = 4 / tau sigmoid(tau (r - 1))."""
+    names = ("sapo_temperature_positive", "sapo_temperature_negative")
+    tau = torch.tensor([tokens.number(names[int(a <= 0)]) for a in tokens.advantages], dtype=torch.float64)
+    value = -4 / tau * torch.sigmoid(tau * (bounded_exp(tokens.log_ratio) - 1)) * tokens.advantages
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def dppo(tokens: Tokens, divergence: Callable[[Tensor, Tensor], Tensor]) -> Result:
+    """arXiv:2602.04879: a token that has left the trust region, and would go on, is masked; the ratio is truncated."""
+    a, pi = tokens.advantages, tokens.log_probs.detach().exp()
+    mu = (tokens.log_probs - tokens.log_ratio).detach().clamp(max=0.0).exp()
+    is_far = torch.where(
+        a > 0, divergence(pi, mu) > tokens.number("divergence_high"), divergence(pi, mu) > tokens.number("divergence_low")
+    )
+    is_masked = torch.where(a > 0, pi > mu, pi < mu) & is_far
+    weight = bounded_exp(tokens.log_ratio).detach().clamp(max=tokens.number("ratio_truncation"))
+    return -torch.where(is_masked, 0.0, weight) * a * tokens.log_probs, is_masked & (a != 0)
+
+
+def total_variation(pi: Tensor, mu: Tensor) -> Tensor:
+    return (pi - mu).abs()
+
+
+def binary_kl(pi: Tensor, mu: Tensor) -> Tensor:
+    """KL(mu, pi) of taking the token or not."""
+    rest_of_pi, rest_of_mu = ((1 - p).clamp(min=TINY_REST) for p in (pi, mu))
+    return torch.xlogy(mu, mu / pi) + rest_of_mu * (rest_of_mu / rest_of_pi).log()
+
+
+def dro(tokens: Tokens) -> Result:
+    """Kimi k1.5, arXiv:2501.12599, section 2.3, token by token."""
+    value = -tokens.advantages * tokens.log_probs + tokens.number("log_ratio_penalty") / 2 * tokens.log_ratio**2
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def reinforce(tokens: Tokens) -> Result:
+    """Williams, 1992."""
+    value = -tokens.advantages * tokens.log_probs
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def topr(tokens: Tokens) -> Result:
+    """arXiv:2503.14286, with the ratio of the token: positive tokens weigh 1, negative ones taper."""
+    ratio = bounded_exp(tokens.log_ratio).detach()
+    weight = torch.where(tokens.advantages >= 0, 1.0, ratio.clamp(max=1.0))
+    return -weight * tokens.advantages * tokens.log_probs, (tokens.advantages < 0) & (ratio > 1 + SAME_POLICY)
+
+
+def vespo(tokens: Tokens) -> Result:
+    """arXiv:2602.10693, equations 17 (shifted, section 3.3) and 20: the gamma kernel of the whole sample's ratio."""
+    whole = bounded_exp(tokens.log_ratio.detach().sum())
+    sides = ["negative" if a < 0 else "positive" for a in tokens.advantages]
+    powers, decays = ([tokens.number(f"vespo_{name}_{side}") for side in sides] for name in ("power", "decay"))
+    kernel = torch.stack([whole**c1 * torch.exp(c2 * (1 - whole)) for c1, c2 in zip(powers, decays, strict=True)])
+    value = -kernel * tokens.advantages * tokens.mean(tokens.log_probs)
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def fipo(tokens: Tokens) -> Result:
+    """arXiv:2603.19835, section 3: the advantage is weighed by what the policy does to the tokens from here on."""
+    limit, gamma = tokens.number("fipo_ratio_limit"), 0.5 ** (1 / tokens.number("fipo_half_life"))
+    shifts = tokens.log_ratio.detach().clamp(-BOUND, BOUND)
+    taken = torch.where(shifts.exp() > limit, 0.0, shifts)
+    futures = [sum(gamma ** (k - t) * taken[k] for k in range(t, len(taken))) for t in range(len(taken))]
+    weights = torch.stack(futures).exp().clamp(1 - tokens.number("fipo_weight_low"), 1 + tokens.number("fipo_weight_high"))
+    weights = torch.where((tokens.advantages < 0) & (shifts.exp() > limit), weights.clamp(max=1.0), weights)
+    settings = replace(tokens.settings, parameters={"clip_ratio_c": limit})
+    return clipped_surrogate(replace(tokens, advantages=weights * tokens.advantages, settings=settings), tokens.log_ratio)
+
+
+LOSSES: dict[str, Callable[[Tokens], Result]] = {
+    "grpo": grpo,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "cispo": cispo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "dppo_tv": lambda tokens: dppo(tokens, total_variation),
+    "dppo_kl": lambda tokens: dppo(tokens, binary_kl),
+    "dro": dro,
+    "reinforce": reinforce,
+    "topr": topr,
+    "vespo": vespo,
+    "fipo": fipo,
+}
+# The ratio of these papers is to the policy that sampled.
+OF_THE_SAMPLER = {"dppo_tv", "dppo_kl"}
+# These have one ratio a sample.
+ONE_RATIO_A_SAMPLE = {"gspo", "vespo"}
+
+
+class Counts(NamedTuple):
+    N: int  # samples of the step
+    R: int  # its rollouts
+    P: int  # its prompts
+    T: int  # its tokens
+    m: int  # tokens of the sample
+    Mj: int  # of its rollout
+    M: int  # of its prompt
+    kj: int  # samples of its rollout that have a token
+    L: float  # the divisor
+
+
+# The weight of a token.
+AGGREGATIONS: dict[str, Callable[[Counts], float]] = {
+    "sample_mean": lambda n: 1 / (n.R * n.Mj),
+    "prompt_mean": lambda n: 1 / (n.P * n.M),
+    "token_mean": lambda n: 1 / n.T,
+    "constant": lambda n: 1 / (n.L * n.R),
+    "row_mean": lambda n: 1 / (n.R * n.kj * n.m),
+}
+# The factor by w, the ratio of old to sampler that is compared, the token's own, and the bounds.
+Correction = Callable[[Tensor, Tensor, float, float], Tensor]
+CORRECTIONS: dict[str, Correction] = {
+    "none": lambda w, own, low, high: torch.ones_like(w),
+    "tis": lambda w, own, low, high: w.clamp(low, high),
+    "icepop": lambda w, own, low, high: w * ((w >= low) & (w <= high)),
+    "mask": lambda w, own, low, high: ((w >= low) & (w <= high)).double(),
+    "seq_mask_tis": lambda w, own, low, high: own * ((w >= low) & (w <= high)),
+}
+# log w of a token, of the [m] log-ratios of its sample.
+LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "token": lambda logs: logs,
+    "sequence_mean": lambda logs: (logs.sum() / len(logs)).expand(len(logs)),
+    "sequence_sum": lambda logs: logs.sum().expand(len(logs)),
+}
+
+
+def k3(difference: Tensor) -> Tensor:
+    """Schulman, 2020."""
+    bounded = difference.clamp(-BOUND, BOUND)
+    return (-bounded).exp() + bounded - 1
+
+
+def unbiased(new: Tensor, ref: Tensor, log_ratio: Tensor) -> Result:
+    """DeepSeek-V3.2, arXiv:2512.02556, equation 7. Beyond the bound there is no gradient."""
+    value = bounded_exp(log_ratio) * k3(new - ref)
+    return value, torch.where((log_ratio.abs() <= BOUND) & ((new - ref).abs() <= BOUND), value, 0.0)
+
+
+# (value, what is differentiated in its place) by the log-probabilities of policy and reference, and the policy's log-ratio.
+Estimator = Callable[[Tensor, Tensor, Tensor], Result]
+ESTIMATORS: dict[str, Estimator] = {
+    "k1": lambda new, ref, log_ratio: (new - ref, new - ref),
+    "k2": lambda new, ref, log_ratio: ((new - ref) ** 2 / 2, (new - ref) ** 2 / 2),
+    "k3": lambda new, ref, log_ratio: (k3(new - ref), k3(new - ref)),
+    "k3+": lambda new, ref, log_ratio: (k3(new - ref), (new - ref) ** 2 / 2),
+    "unbiased": unbiased,
+}
+
+
+class Selection(NamedTuple):
+    """score: of the step's tokens, by log-probability, entropy and advantage. taken: "largest", "smallest" or "random"."""
+
+    score: Callable[[Tensor, Tensor, Tensor], Tensor]
+    taken: str
+    effect: str
+
+
+def covariance(log_probs: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
+    """Cui et al., arXiv:2505.22617, equation 9."""
+    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+
+
+# Clip-Cov and KL-Cov: arXiv:2505.22617; top_entropy: arXiv:2506.01939.
+SELECTIONS: dict[str, Selection] = {
+    "none": Selection(covariance, "largest", "nothing"),
+    "top_entropy": Selection(lambda log_probs, entropy, advantages: entropy, "largest", "trained_alone"),
+    "clip_cov": Selection(covariance, "random", "left_out"),
+    "kl_cov": Selection(covariance, "largest", "penalized"),
+}
+
+
+def drawn(*parts: int) -> int:
+    """A number that looks random, of 32 bits. splitmix64: Steele, Lea, Flood, OOPSLA 2014."""
+    state, bits = 0, (1 << 64) - 1
+    for part in parts:
+        state = (state + 0x9E3779B97F4A7C15 & bits) ^ part
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & bits
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & bits
+        state ^= state >> 31
+    return state & 0xFFFFFFFF
+
+
+def formula(table: dict[str, Any], name: Any, of_what: str) -> Any:
+    """A user's own function is its formula."""
+    if not isinstance(name, str):
+        return name
+    if name not in table:
+        raise KeyError(f"{of_what} {name!r} has no formula: add it to the oracle, megatron_rl/testing/oracle.py")
+    return table[name]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the policy says of the unmasked tokens of a step, in their order, [T] each, with graph."""
+
+    log_probs: Tensor  # over the ids that the sampler drew from
+    entropy: Tensor
+    compared: Tensor  # the log-probabilities that the KL term compares with ref
+    kept_mass: Tensor | None = None  # the probability of the ids that the sampler drew from
+
+
+def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
+    """log pi(label) where the sampler draws from the kept ids alone: -log sum_{k kept} exp(x_k - x_label)."""
+    return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
+
+
+def scores_of(
+    logits: Tensor,  # [T, V], of the unmasked tokens
+    labels: Sequence[int],
+    settings: DenseSettings,
+    kept: Sequence[Sequence[int]] | None = None,  # the ids that the sampler drew from
+) -> Scores:
+    rows = torch.log_softmax(logits.double() / settings.temperature, -1)
+    one_hot = torch.nn.functional.one_hot(torch.tensor(labels, dtype=torch.int64, device=rows.device), rows.shape[1])
+    full, entropy = (one_hot * rows).sum(-1), -(rows.exp() * rows).sum(-1)
+    if not kept:
+        return Scores(full, entropy, full)
+    new = torch.stack([over_kept(*of_token) for of_token in zip(rows, kept, labels, strict=True)])
+    if settings.entropy_score == "support":
+        of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
+        entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
+    mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
+    return Scores(new, entropy, full if settings.kl_score == "full" else new, mass)
+
+
+def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], settings: DenseSettings) -> list[float]:
+    """The weight of a token of each sample, whose counts these are."""
+    rollouts = [sample.rollout_id or f"sample {place}" for place, sample in enumerate(samples)]
+    weigh, weights = formula(AGGREGATIONS, settings.aggregation, "loss aggregation"), []
+    for sample, rollout, count in zip(samples, rollouts, counts, strict=True):
+        siblings = [other for name, other in zip(rollouts, counts, strict=True) if name == rollout]
+        of_prompt = [other for one, other in zip(samples, counts, strict=True) if one.prompt == sample.prompt]
+        numbers = Counts(
+            N=len(samples),
+            R=len({*rollouts}),
+            P=len({one.prompt for one in samples}),
+            T=sum(counts),
+            m=count,
+            Mj=sum(siblings),
+            M=sum(of_prompt),
+            kj=sum(other > 0 for other in siblings),
+            L=settings.divisor,
+        )
+        weights.append(float(weigh(numbers)) if count else 0.0)
+    return weights
+
+
+def units_of(samples: Sequence[DenseSample], ratio_unit: str) -> list[list[int]]:
+    """The tokens of each ratio, as numbers in the order of all unmasked tokens."""
+    units: dict[object, list[int]] = {}
+    number = 0
+    for place, sample in enumerate(samples):
+        rollout = sample.rollout_id if ratio_unit == "rollout" and sample.rollout_id is not None else place
+        for t, is_live in enumerate(sample.mask):
+            if is_live:
+                turn = sum(sample.mask[k] and not sample.mask[k - 1] for k in range(1, t + 1)) if ratio_unit == "turn" else 0
+                units.setdefault((rollout, turn), []).append(number)
+                number += 1
+    return [*units.values()]
+
+
+class StepTerms:
+    """What the tokens of a step give to each term, [T] each: its unmasked tokens, in their order."""
+
+    def __init__(self, samples: Sequence[DenseSample], scores: Scores, settings: DenseSettings):
+        self.samples, self.settings, self.scores, self.new = samples, settings, scores, scores.log_probs
+        self.owners = [i for i, sample in enumerate(samples) for is_live in sample.mask if is_live]
+        self.places = [t for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
+        self.of_samples = [[token for token, owner in enumerate(self.owners) if owner == i] for i in range(len(samples))]
+        self.units = units_of(samples, settings.ratio_unit)
+        self.order = torch.argsort(torch.tensor([token for unit in self.units for token in unit], dtype=torch.int64))
+        self.rollout, self.importance, self.advantages = self.given("rollout"), self.given("importance"), self.given("advantages")
+        is_on_policy = torch.tensor([samples[i].old is None for i in self.owners], dtype=torch.bool)
+        self.old = torch.where(is_on_policy, self.new.detach(), self.given("old"))
+        self.anchor = self.rollout if settings.loss in OF_THE_SAMPLER else self.old
+        self.log_ratio = self.new - self.anchor
+        loss = formula(LOSSES, settings.loss, "policy loss")
+        found = [
+            loss(Tokens(self.log_ratio[unit], self.new[unit], self.advantages[unit], scores.entropy[unit].detach(), settings))
+            for unit in self.units
+        ]
+        self.values = self.in_order([value for value, _ in found])
+        self.is_clipped = self.in_order([is_clipped for _, is_clipped in found]).bool()
+        self.correct()
+        self.select()
+        is_counted = self.is_kept() if settings.is_dropped else torch.ones_like(self.factors)
+        self.counts = [int(sum(is_counted[token] for token in tokens)) for tokens in self.of_samples]
+        self.add_up()
+
+    def given(self, name: str) -> Tensor:
+        """0 where a sample has none of it."""
+        vectors = [getattr(sample, name) for sample in self.samples]
+        values = [vectors[i][t] if vectors[i] is not None else 0.0 for i, t in zip(self.owners, self.places, strict=True)]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def in_order(self, of_units: Sequence[Tensor]) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *of_units])[self.order]
+
+    def correct(self) -> None:
+        """The factors, w, and which tokens are dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
+        settings, logs = self.settings, (self.old - self.rollout).detach()
+        level = LEVELS["token"] if settings.correction == "none" else formula(LEVELS, settings.level, "correction level")
+        self.ratios = bounded_exp(self.in_order([level(logs[unit]) for unit in self.units]))
+        if settings.correction == "none":
+            self.ratios = torch.ones_like(logs)
+        usual = USUAL_BOUNDS.get((settings.correction, settings.level), (0.0, math.inf))
+        self.bounds = [of_paper if given is None else given for given, of_paper in zip(settings.bounds, usual, strict=True)]
+        correction = formula(CORRECTIONS, settings.correction, "importance correction")
+        self.factors = correction(self.ratios, bounded_exp(logs), *self.bounds)
+        divergences = [(self.rollout - self.new.detach())[unit].mean().expand(len(unit)) for unit in self.units]
+        delta = math.inf if settings.sequence_delta is None else settings.sequence_delta
+        self.is_off_policy = (self.advantages < 0) & (self.in_order(divergences) > delta)
+        self.factors = torch.where(self.is_off_policy, 0.0, self.factors)
+
+    def select(self) -> None:
+        """A sort of the whole step. The share counts as it is written; of a step with tokens at least one is selected."""
+        selection, (low, high) = formula(SELECTIONS, self.settings.selection, "token selection"), self.settings.selection_bounds
+        number = math.floor(Fraction(repr(self.settings.selection_share)) * len(self.owners))
+        number = max(number, 1) if self.settings.selection_share else number
+        score = selection.score(self.new.detach(), self.scores.entropy.detach(), self.advantages).tolist()
+        keys = {
+            "largest": [-one for one in score],
+            "smallest": score,
+            "random": [drawn(0, i, t) for i, t in zip(self.owners, self.places, strict=True)],
+        }[selection.taken]
+        ranked = sorted((key, token) for token, (key, one) in enumerate(zip(keys, score, strict=True)) if low <= one <= high)
+        selected = torch.zeros_like(self.factors)
+        selected[[token for _, token in ranked[:number]]] = 1.0
+        self.trained = {"trained_alone": selected, "left_out": 1 - selected}.get(selection.effect, torch.ones_like(selected))
+        self.factors = self.factors * self.trained
+        if selection.effect == "penalized":  # k3 from the policy to the old one, whose ratio is the other way round
+            self.values = self.values + self.settings.selection_penalty * selected * k3(-self.log_ratio)
+
+    def add_up(self) -> None:
+        settings, live = self.settings, [len(tokens) for tokens in self.of_samples]
+        of_policy = token_weights(self.samples, self.counts, settings)
+        of_others = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
+        weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (of_policy, of_others))
+        estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
+        value, trained = estimate(self.scores.compared, self.given("ref"), self.log_ratio)
+        self.policy = (weights * self.importance * self.factors * self.values).sum()
+        self.kl = (others * (value.detach() + trained - trained.detach())).sum()
+        is_bonus = self.trained if settings.entropy_tokens == "trained" else torch.ones_like(self.trained)
+        self.entropy = (others * is_bonus * self.scores.entropy).sum()
+
+    def loss(self) -> Tensor:
+        return self.policy + self.settings.kl_coefficient * self.kl - self.settings.entropy_coefficient * self.entropy
+
+    def is_kept(self) -> Tensor:
+        return self.factors != 0

@@ -1,0 +1,117 @@
+"""Loss, gradient and metrics of a whole step, from the terms of megatron_rl.testing.oracle; docs/metrics.md defines the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.testing.oracle import (
+    LEVELS,
+    ONE_RATIO_A_SAMPLE,
+    DenseSample,
+    DenseSettings,
+    StepTerms,
+    bounded_exp,
+    k3,
+    scores_of,
+)
+
+
+@dataclass(frozen=True)
+class DenseResult:
+    loss: float
+    gradient: Tensor  # [all tokens, V]
+    policy_loss: float
+    kl_loss: float
+    entropy: float
+    metrics: dict[str, float]
+    log_probs: Tensor  # [all tokens], 0 where masked
+    num_counted: int  # the tokens that the aggregation counts
+    num_unmasked: int
+
+
+def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
+    """logits: [all tokens of all samples, V], in order."""
+    leaf = logits.double().detach().requires_grad_()
+    is_live = torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)
+    tokens = [(sample, t) for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
+    kept = [sample.kept[t] for sample, t in tokens if sample.kept is not None]
+    scores = scores_of(leaf[is_live], [sample.labels[t] for sample, t in tokens], settings, kept)
+    terms = StepTerms(samples, scores, settings)
+    loss = terms.loss() + 0.0 * leaf.sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    log_probs = torch.zeros(len(leaf), dtype=torch.float64)
+    log_probs[is_live] = terms.new.detach()
+    return DenseResult(
+        loss=float(loss.detach()),
+        gradient=gradient,
+        policy_loss=float(terms.policy.detach()),
+        kl_loss=float(terms.kl.detach()),
+        entropy=float(terms.entropy.detach()),
+        metrics=dense_metrics(terms),
+        log_probs=log_probs,
+        num_counted=sum(terms.counts),
+        num_unmasked=len(terms.owners),
+    )
+
+
+def dense_metrics(terms: StepTerms) -> dict[str, float]:
+    """Means over samples of means over tokens, sums and extremes over tokens; {} for a step without a token."""
+    if not terms.owners:
+        return {}
+    settings, advantages = terms.settings, terms.advantages
+    of_samples = [tokens for tokens in terms.of_samples if tokens]
+
+    def mean(values: Tensor) -> float:
+        return sum(float(values.detach().double()[tokens].mean()) for tokens in of_samples) / len(of_samples)
+
+    def sample_size(values: Tensor) -> float:
+        return float(values.sum() ** 2 / (values**2).sum() / len(values)) if values.any() else 0.0
+
+    log_ratio = terms.log_ratio.detach()
+    is_shared = settings.loss in ONE_RATIO_A_SAMPLE
+    of_units = [LEVELS["sequence_mean"](log_ratio[unit]) if is_shared else log_ratio[unit] for unit in terms.units]
+    ratio = bounded_exp(terms.in_order(of_units))
+    seen = bounded_exp(torch.cat([one[:1] if is_shared else one for one in of_units]))
+    found = {
+        "num_documents": len(terms.samples),
+        "num_tokens": len(terms.owners),
+        "old_logprobs": mean(terms.anchor),
+        "new_logprobs": mean(terms.new),
+        "ratio_new_old": mean(ratio),
+        "ratio_new_old_sum": float(seen.sum()),
+        "ratio_new_old_squared_sum": float((seen**2).sum()),
+        "effective_sample_size": sample_size(seen),
+        "kl_new_old": mean(k3(-log_ratio)),
+        "clipped_ratio_fraction": mean(terms.is_clipped),
+        "clipped_low": mean(terms.is_clipped & (advantages < 0)),
+        "clipped_high": mean(terms.is_clipped & (advantages > 0)),
+        "advantage": mean(advantages),
+        "max_advantage": float(advantages.max()),
+        "min_advantage": float(advantages.min()),
+        "entropy": mean(terms.scores.entropy),
+    }
+    if terms.scores.kept_mass is not None:
+        num_kept = [len((terms.samples[i].kept or [])[t]) for i, t in zip(terms.owners, terms.places, strict=True)]
+        found |= {"kept_ids": mean(torch.tensor(num_kept)), "outside_support": 0, "kept_mass": mean(terms.scores.kept_mass)}
+    if settings.correction == "none" and settings.sequence_delta is None:
+        return found
+    low, high = terms.bounds
+    is_kept = terms.is_kept().double()
+    for sign, is_of_sign in {"positive": advantages > 0, "negative": advantages < 0}.items():
+        if is_of_sign.any():
+            found[f"correction_kept_{sign}"] = float(is_kept[is_of_sign].mean())
+    return found | {
+        "correction_kept_tokens": float(is_kept.mean()),
+        "correction_kept_samples": mean(is_kept),
+        "correction_off_policy": mean(terms.is_off_policy),
+        "correction_weight": mean(terms.factors),
+        "correction_at_low": float((terms.ratios < low).double().mean()),
+        "correction_at_high": float((terms.ratios > high).double().mean()),
+        "correction_largest_weight": float(terms.factors.max()),
+        "correction_largest_ratio": float(terms.ratios.max()),
+        "correction_effective_sample_size": sample_size(terms.factors),
+    }
