@@ -6,21 +6,13 @@ python docs/images/tiny_hf_model.py    # three to ten minutes on a CPU; prints r
 from __future__ import annotations
 
 import json
-import shlex
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 import transformers
-from own_prompts import ROOT, SEEDS, draw, rows_in, run
-
-
-def documented_lines() -> list[list[str]]:
-    """The words of the two lines, without `python`."""
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    block = page.partition("### A small one that learns\n")[2].partition("```bash\n")[2].partition("```")[0]
-    return [shlex.split(line)[1:] for line in block.replace("\\\n", " ").splitlines()]
+from smollm2 import ROOT, SEEDS, documented_lines, draw, rows_in, run
 
 
 def num_right(folder: Path, prompts: Path) -> int:
@@ -38,7 +30,7 @@ def num_right(folder: Path, prompts: Path) -> int:
 
 
 def main() -> None:
-    make, train = documented_lines()
+    make, train = documented_lines("A small one that learns")
     rows_of_seed = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -50,7 +42,7 @@ def main() -> None:
             rows_of_seed[seed] = rows_in(folder / f"run{seed}")
             print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
             num_right(folder / f"trained{seed}", folder / "tiny" / "prompts.jsonl")
-        draw(Path(__file__).with_suffix(".png"), rows_of_seed)
+        draw(Path(__file__).with_suffix(".png"), rows_of_seed, window=20)
 
 
 if __name__ == "__main__":

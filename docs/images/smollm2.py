@@ -1,12 +1,13 @@
-"""Draws own_prompts.png: the run on one's own prompts of docs/training.md, with the defaults of the command, on three seeds.
+"""Draws smollm2.png: the lines of docs/training.md, "A pretrained one that learns", as they are there, on three seeds.
 
-python docs/images/own_prompts.py    # three minutes on a CPU; prints the last mean rewards
+python docs/images/smollm2.py    # with the packages of its first line; an hour on two free cores; prints the last mean rewards
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,14 +19,14 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SEEDS, ROLLOUTS, WINDOW = (0, 1, 2), 400, 20
-REWARD = "def exact_match(prompt, response, record):\n    return float(response == record['answer'])\n"
+SEEDS = (0, 1, 2)
 
 
-def rows_of(folder: Path, seed: int) -> list[dict]:
-    flags = f"--prompts prompts.jsonl --reward rewards.exact_match --num-rollouts {ROLLOUTS} --seed {seed} --output-dir run{seed}"
-    run(["-m", "megatron_rl", "train", *flags.split(), "--no-tensorboard"], folder)
-    return rows_in(folder / f"run{seed}")
+def documented_lines(title: str) -> list[list[str]]:
+    """The words of the lines that start Python, without `python`, in the section's first block."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    block = page.partition(f"### {title}\n")[2].partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    return [shlex.split(line)[1:] for line in block.splitlines() if line.startswith("python")]
 
 
 def run(arguments: list[str], folder: Path) -> None:
@@ -40,23 +41,24 @@ def rows_in(run_folder: Path) -> list[dict]:
     return list({row["rollout"]: row for row in rows}.values())
 
 
-def smooth(values: list[float]) -> list[float]:
-    """The mean over the last WINDOW rollouts."""
-    return [sum(values[max(0, i - WINDOW + 1) : i + 1]) / len(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values))]
+def smooth(values: list[float], window: int) -> list[float]:
+    """The mean over the last `window` rollouts."""
+    parts = [values[max(0, last - window + 1) : last + 1] for last in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
 
 
-def draw(path: Path, rows_of_seed: dict[int, list[dict]]) -> None:
+def draw(path: Path, rows_of_seed: dict[int, list[dict]], window: int) -> None:
     """Reward and groups without signal over rollouts, a line a seed; the last mean rewards are printed."""
     figure = Figure(figsize=(8, 2.8))
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2)
     for seed, rows in rows_of_seed.items():
         for axis, metric in zip(axes, ("rollout/reward", "rollout/groups_without_signal"), strict=True):
-            axis.plot(smooth([row[metric] for row in rows]), linewidth=1.2, label=f"seed {seed}")
-        print(f"seed {seed}: mean reward {smooth([row['rollout/reward'] for row in rows])[-1]:.3f}", flush=True)
+            axis.plot(smooth([row[metric] for row in rows], window), linewidth=1.2, label=f"seed {seed}")
+        print(f"seed {seed}: mean reward {smooth([row['rollout/reward'] for row in rows], window)[-1]:.3f}", flush=True)
     for axis, title in zip(axes, ("Mean reward", "Prompt groups without signal"), strict=True):
         axis.set(xlabel="rollout", ylim=(0, 1))
-        axis.set_title(f"{title}, mean of {WINDOW} rollouts", fontsize=9)
+        axis.set_title(f"{title}, mean of {window} rollouts", fontsize=9)
         axis.grid(color="#e5e7eb", linewidth=0.6)
         axis.tick_params(labelsize=7)
     axes[0].legend(frameon=False, fontsize=8)
@@ -68,12 +70,16 @@ def draw(path: Path, rows_of_seed: dict[int, list[dict]]) -> None:
 
 
 def main() -> None:
+    make, train = documented_lines("A pretrained one that learns")
+    rows_of_seed = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in sums), encoding="utf-8")
-        (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
-        draw(Path(__file__).with_suffix(".png"), {seed: rows_of(folder, seed) for seed in SEEDS})
+        (folder / "examples").symlink_to(ROOT / "examples")
+        run(make, folder)
+        for seed in SEEDS:
+            run([*train, "--seed", str(seed), "--output-dir", f"run{seed}", "--save-hf", f"trained{seed}"], folder)
+            rows_of_seed[seed] = rows_in(folder / f"run{seed}")
+        draw(Path(__file__).with_suffix(".png"), rows_of_seed, window=5)
 
 
 if __name__ == "__main__":
