@@ -106,17 +106,21 @@ def found_on(pool, layout: Layout, config: PolicyLossConfig, fault=None, **chang
     return pool.run(partial(checked, fault=fault, **changes), layout, config, world_size=layout.world_size, **layout.model_parallel)
 
 
-@pytest.mark.parametrize("config", [GSPO, TERMS, ANOTHER_CLIP], ids=["gspo", "KL, entropy, temperature", "another clip"])
+TP2 = Layout(tensor=2, data=2, num_microbatches=3, sequence_parallel=True)
+CP2 = Layout(context=2, data=2, num_microbatches=3)
+VPP2 = Layout(pipeline=2, num_microbatches=4, virtual_pipeline=2)
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "config"),
     [
-        Layout(num_microbatches=3),
-        Layout(data=2, num_microbatches=3, distributed_optimizer=True),
-        Layout(tensor=2, data=2, num_microbatches=3, sequence_parallel=True),
-        Layout(context=2, data=2, num_microbatches=3),
-        Layout(pipeline=2, num_microbatches=4, virtual_pipeline=2),
+        pytest.param(Layout(num_microbatches=3), ANOTHER_CLIP, id="another clip"),
+        pytest.param(Layout(data=2, num_microbatches=3, distributed_optimizer=True), GSPO, id="distributed optimiser"),
+        pytest.param(TP2, TERMS, id="KL, entropy and temperature, TP2"),
+        pytest.param(CP2, GSPO, id="CP2"),
+        pytest.param(CP2, TERMS, id="KL, entropy and temperature, CP2"),
+        pytest.param(VPP2, GSPO, id="interleaved stages"),
     ],
-    ids=str,
 )
 def test_a_right_loop_passes(pool, layout, config):
     for found in found_on(pool, layout, config):
@@ -156,11 +160,6 @@ def changed_batch(forward_step, groups, model, *, change):
         return forward_step(iter([change(next(iterator), groups)]), chunk)
 
     return changed
-
-
-def of_own_counts(batch, groups):
-    """The weights of token_mean by the tokens of this micro-batch alone."""
-    return replace(batch, token_weights=torch.full_like(batch.token_weights, 1.0 / max(int(batch.loss_mask.sum()), 1)))
 
 
 def labels_of_the_inputs(batch, groups):
@@ -254,24 +253,9 @@ DP2 = Layout(data=2, num_microbatches=3)
             r"of gspo with .*:\n    gradient is 0\.166667 of expected\n(.*\n)*    return scale_for_",
             id="no scale_for_schedule",
         ),
-        pytest.param(
-            PER_TOKEN,
-            partial(changed_batch, change=of_own_counts),
-            "tokens weigh as under token_mean of each micro-batch alone: count the whole step",
-            id="counts of its own",
-        ),
-        pytest.param(
-            PER_TOKEN, partial(changed_batch, change=labels_of_the_inputs), "labels are not moved by one", id="labels not shifted"
-        ),
         pytest.param(TERMS, with_other_terms(kl_estimator="k2"), "the KL term is that of k2", id="another estimate of KL"),
         pytest.param(TERMS, with_other_terms(kl_coefficient=0.0), "the KL term is missing", id="no KL"),
         pytest.param(TERMS, with_other_terms(entropy_coefficient=0.0), "the entropy term is missing", id="no entropy"),
-        pytest.param(
-            WARM,
-            partial(of_config, replace(WARM, policy_temperature=1.0)),
-            "are at temperature 1, and config says 0.7",
-            id="temperature",
-        ),
         pytest.param(GSPO, with_padded_columns, "padded columns of the vocabulary take part", id="padded columns in the softmax"),
         pytest.param(GSPO, reporting_half, r"the reported loss is 0\.5 of expected", id="reported loss"),
         pytest.param(GSPO, partial(returning, change=the_loss_alone), "loss_func returned a Tensor: return", id="a bare loss"),
@@ -287,23 +271,20 @@ def test_a_mistake_is_refused_on_every_rank(pool, config, fault, message):
         assert re.search(message, found), found
 
 
+WRONG_TEMPERATURE = partial(of_config, replace(WARM, policy_temperature=1.0)), "are at temperature 1, and config says 0.7"
+WRONG_LABELS = partial(changed_batch, change=labels_of_the_inputs), "labels are not moved by one"
+OTHER_TERMS = {"policy_temperature": 1.0, "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "config", "fault", "message"),
     [
-        Layout(tensor=2, data=2, num_microbatches=3, sequence_parallel=True),
-        Layout(context=2, data=2, num_microbatches=3),
-        Layout(pipeline=2, num_microbatches=4, virtual_pipeline=2),
+        pytest.param(TP2, WARM, *WRONG_TEMPERATURE, id="temperature, TP2"),
+        pytest.param(CP2, WARM, *WRONG_TEMPERATURE, id="temperature, CP2"),
+        pytest.param(VPP2, GSPO, *WRONG_LABELS, id="labels, interleaved stages"),
+        pytest.param(TP2, GSPO, *WRONG_LABELS, id="labels, TP2"),
+        pytest.param(CP2, GSPO, with_other_terms(**OTHER_TERMS), "the loss is grpo", id="another loss, CP2"),
     ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("config", "fault", "message"),
-    [
-        (WARM, partial(of_config, replace(WARM, policy_temperature=1.0)), "are at temperature 1, and config says 0.7"),
-        (GSPO, with_other_terms(policy_temperature=1.0, kl_coefficient=0.0, entropy_coefficient=0.0), "the loss is grpo"),
-        (GSPO, partial(changed_batch, change=labels_of_the_inputs), "labels are not moved by one"),
-    ],
-    ids=["temperature", "another loss", "labels"],
 )
 def test_a_mistake_has_its_name_on_every_layout(pool, layout, config, fault, message):
     """Rows and columns of the logits lie on other ranks."""

@@ -169,7 +169,7 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_pat
         assert part in message
     monkeypatch.setenv("WORLD_SIZE", "3")
     code, message = fails("--tensor-model-parallel-size 2", capsys)
-    assert code == 2 and "3 ranks do not divide into model replicas of 2" in message and "torchrun --nproc-per-node 2" in message
+    assert code == 2 and "3 ranks do not divide into groups of 2" in message and "torchrun --nproc-per-node 2" in message
     find_spec, waits = checkpoints.find_spec, []
     with monkeypatch.context() as without_psutil:  # The first checkpoint would hang for ever, after hours
         without_psutil.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))

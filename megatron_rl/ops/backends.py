@@ -225,20 +225,19 @@ def gradient_like(
 PROGRAMS_PER_PROCESSOR = 8
 # A split with fewer full tiles spends most of its time on its first load and on the merge.
 SMALLEST_SPLIT_IN_TILES = 4
+# Of the L2 cache, what the rows under way at once may take. The rest is for the vectors and for lines on their way out.
+#
+# Measured on an H100 (132 multiprocessors, 50 MiB of L2, Triton 3.6, 2026-11-28): GRPO with a declared factor, forward and backward
+# of 4 GiB of bfloat16 logits, with two kernels and with one kernel of 8, 16 and 32 warps; the median of five. Time of the program
+# that this share takes, over that of two kernels:
+#
+#     columns     16,384    32,768    65,536    98,304    151,936    262,144    524,288
+#     warps            8        16        32        32         32         32         32
+#     in place      0.63      0.75      0.80      0.76       0.81       0.86       0.91
+#
+# Out of place it is 0.73 to 0.92: in no shape are two kernels faster. At 151,936 columns the rows of fewer warps do not fit: they
+# take 0.86 with 16 warps, 0.93 with 8.
 CACHE_SHARE = 0.8
-"""Of the L2 cache, what the rows under way at once may take. The rest is for the vectors and for lines on their way out.
-
-Measured on an H100 (132 multiprocessors, 50 MiB of L2, Triton 3.6, 2026-11-28): GRPO with a declared factor, forward and backward
-of 4 GiB of bfloat16 logits, with two kernels and with one kernel of 8, 16 and 32 warps; the median of five. Time of the program
-that this share takes, over that of two kernels:
-
-    columns     16,384    32,768    65,536    98,304    151,936    262,144    524,288
-    warps            8        16        32        32         32         32         32
-    in place      0.63      0.75      0.80      0.76       0.81       0.86       0.91
-
-Out of place it is 0.73 to 0.92: in no shape are two kernels faster. At 151,936 columns the rows of fewer warps do not fit: they
-take 0.86 with 16 warps, 0.93 with 8.
-"""
 # A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
 # program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
 # They bound each binary. At the 45 to 64 registers compiled for sm_90 two of 16 warps start, or four or five of 8. At the 40 of

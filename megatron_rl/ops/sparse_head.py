@@ -33,18 +33,17 @@ from megatron_rl.ops.log_probs_torch import (
 )
 from megatron_rl.ops.support_scores import gradient_of_kept, statistics_of_kept
 
+# A row with more kept ids is cheaper in a matmul of all columns.
+#
+# Measured on an H100 (T 8192, H 4096, 151,936 columns, bfloat16, Triton 3.6, 2026-11-28): the fused head, forward and backward into
+# main_grad, with sets of one size; milliseconds, the best of five.
+#
+#     ids of a row       1      2      8     32    128    512
+#     pairs            3.5    5.2    6.6   17.8   49.9    227
+#     all columns     48.2   49.6   49.0   53.6   56.6    121
+#
+# Both cost the same at 161 ids, on a CPU at 750 (T 512, H 256, 32,000 columns, float32).
 SPARSE_ROW_LIMIT = 128
-"""A row with more kept ids is cheaper in a matmul of all columns.
-
-Measured on an H100 (T 8192, H 4096, 151,936 columns, bfloat16, Triton 3.6, 2026-11-28): the fused head, forward and backward into
-main_grad, with sets of one size; milliseconds, the best of five.
-
-    ids of a row       1      2      8     32    128    512
-    pairs            3.5    5.2    6.6   17.8   49.9    227
-    all columns     48.2   49.6   49.0   53.6   56.6    121
-
-Both cost the same at 161 ids, on a CPU at 750 (T 512, H 256, 32,000 columns, float32).
-"""
 # A row of the hidden states, one of the weight, and their product: what a pair has in memory while torch multiplies it.
 ROWS_OF_A_PAIR = 3
 
