@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import pool_of
-from test_expert_layouts import EXPERTS, LOSSES, error_of_whole, model_of, needs_padding_mask, of_auxiliary_losses, truth_on_rank
+from test_expert_layouts import LOSSES, error_of_whole, model_of, needs_padding_mask, of_auxiliary_losses
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
-from megatron_rl.megatron.routing import routers_of
+from megatron_rl.megatron.routing import RouteLog, routers_of
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT
 from megatron_rl.testing.layout_step import LayoutModel, row_length
-from megatron_rl.testing.reference import ragged_samples
+from megatron_rl.testing.reference import double_model, model_logits, ragged_samples
 
 pytestmark = pytest.mark.megatron
 
@@ -47,6 +47,15 @@ def counts_of_experts(
     return [(router.expert_bias - old).tolist() for router, old in zip(routers, before, strict=True)], counts
 
 
+def tokens_of_experts(rank: int, tiny: TinyGPT) -> torch.Tensor:
+    """Tokens that each expert gets of each ragged sample in the float64 model, over its routers: [samples, experts]."""
+    samples = ragged_samples()
+    model = double_model(tiny, samples)
+    with RouteLog([model]) as log, torch.no_grad():
+        model_logits(model, samples, tiny)
+    return torch.stack([torch.stack([route.sum(0) for route in routes]) for routes in log.by_layer.values()]).sum(0)
+
+
 BIAS_LAYOUTS = [Layout(), Layout(packed=True), Layout(data=2, expert=2, num_microbatches=2), Layout(data=2, expert=2, packed=True)]
 BIAS_LAYOUTS += [Layout(context=2, expert=2, expert_tensor=1)]
 
@@ -57,10 +66,8 @@ def test_the_bias_of_experts_counts_real_tokens(pool):
     needs_padding_mask()
     options = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
     model = model_of(Layout(), **options)
-    whole, first = torch.zeros(2, EXPERTS["num_moe_experts"])
-    for (_, sample, _), experts in pool.run(truth_on_rank, model, (), world_size=1)[0][1].items():
-        whole[list(experts)] += 1
-        first[list(experts)] += sample == 0
+    tokens = pool.run(tokens_of_experts, model, world_size=1)[0].float()
+    whole, first = tokens.sum(0), tokens[0]
     step = ragged_samples()
     cases = [(layout, step, whole) for layout in BIAS_LAYOUTS] + [(layout, step[:1], first) for layout in BIAS_LAYOUTS[-3:]]
     for layout, samples, expected in cases:

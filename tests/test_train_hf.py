@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -208,10 +209,13 @@ def test_a_tokenizer_with_ids_that_the_model_does_not_have_is_refused(checkpoint
     assert f"the tokenizer has ids up to {num_ids - 1}, and vocab_size={num_ids - 1} in config.json" in said
 
 
-@pytest.mark.parametrize("prompt", [[{"role": "user"}], [1, "2"], [], 5])
-def test_prompts_that_are_neither_text_nor_messages_nor_ids_are_refused_with_their_line(checkpoint, tmp_path, prompt):
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [([{"role": "user"}], "must be text, or"), ([1, "2"], "must be text, or"), ([], "has no token"), (5, "must be text, or")],
+)
+def test_prompts_that_are_neither_text_nor_messages_nor_ids_are_refused_with_their_line(checkpoint, tmp_path, prompt, problem):
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", prompt)
-    with pytest.raises(DataError, match="line 2: prompt: .* must be text, a list of messages with role and content, or"):
+    with pytest.raises(DataError, match=re.escape(f"line 2: prompt: {prompt!r} {problem}")):
         make_task(prompts=file, reward="test_train_hf.reward_of_digits", hf_checkpoint=checkpoint, vocab_size=VOCABULARY)
 
 
