@@ -120,7 +120,7 @@ JUDGES = {
     "train/trainer.py": "train_schedule train_sampling ratio_units | train_docs_per_step train_corrections train_loop checkpoints",
     "train/collection.py": "train_sampling train_schedule | train_corrections train_loop train_docs_per_step expert_training",
     "train/rollouts.py": "rollouts | train_loop",
-    "train/checkpoints.py": "train_options | checkpoints expert_training",
+    "train/checkpoints.py": "checkpoints | checkpoints expert_training",
     "train/generation.py": "generation train_sampling | generation",
     "train/hf_": "hf_checkpoint train_hf",
     "train/stopping.py": "stopping | train_loop",

@@ -436,7 +436,7 @@ def test_latest_never_leaves_its_folder(tmp_path, content):
 
 def test_no_checkpoint_and_a_pointer_to_nothing_are_told_apart(tmp_path):
     """A run that was killed before its first save, and a directory that was copied without its largest part."""
-    with pytest.raises(ConfigError, match=r"no checkpoint in .*: it has no file `latest`; start without --resume and --load"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*: it has no file `latest`; start without --resume"):
         checkpoints.latest_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("step_00000007\n")
     with pytest.raises(

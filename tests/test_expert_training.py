@@ -15,7 +15,6 @@ from test_expert_layouts import gives_padding_mask
 from megatron_rl.__main__ import main
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.generation import SamplingSettings
-from megatron_rl.train.option_rules import TrainLaunch, check_experts, check_world_size
 from megatron_rl.train.options import TrainOptions, experts_of
 from megatron_rl.train.writers import REWARD
 from megatron_rl.validation.experts import expert_problems
@@ -57,24 +56,12 @@ def test_ranks_with_unlike_numbers_of_prompts_sample_together(pool):
     ("options", "message"),
     [
         ({"num_experts": 4, EP: 3}, "expert_model_parallel_size=3 does not divide the 4 experts"),
-        ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk 5 must be at most --num-experts 4"),
         ({"num_experts": 4, cases.TP: 2}, "tensor_model_parallel_size=2 with experts needs sequence_parallel"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused_by_name(options, message):
-    def problems(options: TrainOptions) -> list[str]:
-        return [*check_experts(options), *expert_problems(dataclasses.asdict(options))]
-
-    assert [problem for problem in problems(TrainOptions(**options)) if problem.startswith(message)]
-    assert not problems(TrainOptions(num_experts=4, **{EP: 2}))
-
-
-def test_ranks_hold_whole_groups_of_experts():
-    options = TrainOptions(num_experts=4, **{EP: 2, cases.TP: 2})
-    said = [*check_world_size(TrainLaunch.of(options, {}, world_size=2))]
-    sizes = "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 x --expert-model-parallel-size 2"
-    assert [text.partition(";")[0] for text in said] == [f"2 ranks do not divide into groups of 4 ({sizes})"]
-    assert not list(check_world_size(TrainLaunch.of(options, {}, world_size=4)))
+    assert [problem for problem in expert_problems(dataclasses.asdict(TrainOptions(**options))) if problem.startswith(message)]
+    assert not [*expert_problems(dataclasses.asdict(TrainOptions(num_experts=4, **{EP: 2})))]
 
 
 def test_a_dense_model_has_no_options_of_experts():

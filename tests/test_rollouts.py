@@ -299,7 +299,7 @@ def test_a_batch_that_could_not_be_loaded_is_not_written(tmp_path):
 def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
     """It is not read, and a resumed run cuts it, with the rollouts that it will write again (FB-90)."""
     path = tmp_path / "r.jsonl"
-    cut_rollouts(path, 2, None)
+    cut_rollouts(path, 2)
     assert not path.exists()
     batches = [make_batch(["a"], rollout_index=index) for index in range(4)]
     for batch in batches:
@@ -307,11 +307,11 @@ def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
     whole = path.read_bytes()
     for rest in (b'{"rollout', whole.splitlines()[0]):  # cut within the line, and before its end alone
         path.write_bytes(whole + rest)
-        cut_rollouts(path, 4, None)
+        cut_rollouts(path, 4)
         assert path.read_bytes() == whole
     path.write_bytes(whole + b'{"rollout')
     assert records(load_rollouts(path)) == records(batches)
-    cut_rollouts(path, 2, None)
+    cut_rollouts(path, 2)
     save_rollouts(path, batches[2])
     assert records(load_rollouts(path)) == records(batches[:3])
 

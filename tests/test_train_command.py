@@ -156,20 +156,19 @@ def fails(arguments: str, capsys) -> tuple[int, str]:
 
 def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     """FB-12, FB-74: one launch for each mistake is one queue for each. Rank 0 speaks for all; a rank that is wrong alone waits."""
-    arguments = "--task chess --loss-aggregation constant --rollouts gone.jsonl --lr 0 --clip-ratio-low 1.5 --steps-per-rollout 99"
+    arguments = "--task chess --loss-aggregation constant --sequence-parallel --lr 0 --clip-ratio-low 1.5"
     code, message = fails(arguments, capsys)
     assert code == 2 and message.startswith("megatron-rl train: ConfigError: 5 problems:")
     for part in (
         "--task chess is unknown; built in: repeat, tally",
         "--loss-aggregation-divisor",
-        "--rollouts gone.jsonl: there is no such file",
+        "--sequence-parallel needs --tensor-model-parallel-size",
         "--lr 0.0 must be above 0",
         "clip_ratio_low=1.5 must be in [0, 1)",
     ):
         assert part in message
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    code, message = fails("--tensor-model-parallel-size 2", capsys)
-    assert code == 2 and "3 ranks do not divide into groups of 2" in message and "torchrun --nproc-per-node 2" in message
+    code, message = fails("--rollouts gone.jsonl", capsys)
+    assert code == 1 and "gone.jsonl cannot be read: No such file or directory" in message
     find_spec, waits = checkpoints.find_spec, []
     with monkeypatch.context() as without_psutil:  # The first checkpoint would hang for ever, after hours
         without_psutil.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
@@ -191,22 +190,16 @@ def make_run(folder: Path) -> Path:
 
 
 def prepared(folder: Path, **options) -> tuple[bool, bool]:
-    """(checkpoints are still there, a file of the run is) after the directory was prepared."""
-    output_dir.prepare_output_dir(TrainOptions(output_dir=str(folder), **options), make_task("repeat"), run_id="a")
+    """(checkpoints are still there, a file of the run is) after a run took the directory."""
+    given = TrainOptions(output_dir=str(folder), **options)
+    output_dir.take_output_dir(output_dir.lock_of(given), given, make_task("repeat"))
     return has_saved(folder), any((folder / name).exists() for name in ("metrics.jsonl", "samples.txt"))
 
 
-def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_stays(tmp_path):
-    """Catches old checkpoints that a run killed before its first save would be resumed from, and --load of what is deleted."""
+def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_resumed_stays(tmp_path):
+    """Catches old checkpoints that a run killed before its first save would be resumed from."""
     assert prepared(make_run(tmp_path / "a"), overwrite=True) == (False, False)
     assert prepared(make_run(tmp_path / "b"), resume=True) == (True, True)
-    other = make_run(tmp_path / "other")
-    assert prepared(make_run(tmp_path / "c"), overwrite=True, load=str(other)) == (False, False)
-    assert has_saved(other)
-    for given in (other, other / "checkpoints"):
-        assert prepared(other, overwrite=True, load=str(given)) == (True, True)
-        found = output_dir.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
-        assert checkpoints.latest_checkpoint(found).name == "step_00000002"
 
 
 REWARD = """

@@ -17,11 +17,10 @@ from helpers import wait_until
 from test_train_command import imported_megatron, in_an_empty_directory
 from trainer_cases import metrics_of
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.train import output_dir
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
@@ -52,7 +51,7 @@ def test_a_folder_that_another_run_filled_meanwhile_is_looked_at_again(tmp_path)
     command_line.make_run(tmp_path / "out")
     options = TrainOptions(output_dir=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="--output-dir .*out holds a run; --resume goes on"):
-        output_dir.take_output_dir(output_dir.lock_of(options), options)
+        output_dir.take_output_dir(output_dir.lock_of(options), options, make_task("repeat"))
     assert command_line.has_saved(tmp_path / "out")
 
 
@@ -72,32 +71,6 @@ def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, m
     assert (tmp_path / "out" / "checkpoints").is_symlink() and list(large.iterdir()) == []
     command_line.run(f"{command_line.SMALL} --num-rollouts 1 --output-dir out --overwrite", tmp_path / "logs")
     assert sorted(path.name for path in large.iterdir()) == ["latest", "step_00000002"]
-
-
-def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(tmp_path):
-    command_line.make_run(tmp_path / "out")
-    options, task = TrainOptions(output_dir=str(tmp_path / "out"), resume=True), make_task("repeat")
-    assert output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a") == []
-    [line] = output_dir.prepare_output_dir(options, task, resume_step=4, run_id="a")
-    assert "holds no rows of 2 steps, 3 to 4, which the checkpoint was trained on" in line
-    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}\n')
-    with pytest.raises(DataError, match="line 2: step: 1 must be a whole number above 1"):
-        output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a")
-
-
-def test_a_resumed_run_does_not_go_on_in_the_rollouts_of_another(tmp_path):
-    """Catches a file of two runs, of which the first was cut to what the second had done."""
-    flags = f"{command_line.SMALL} --num-rollouts 2 --save-interval 1 --save-rollouts"
-    for name in ("a", "b"):
-        command_line.run(f"{flags} {name}.jsonl --output-dir {name}", tmp_path / "logs")
-    before = Path("a.jsonl").read_bytes()
-    for line in (f"{flags} a.jsonl --output-dir b --resume", f"{flags} a.jsonl --output-dir c --load b"):
-        refused = command_line.Command(line.replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
-        assert refused.wait() == [2] and "--save-rollouts a.jsonl holds rollouts of another run" in refused.output()
-    assert Path("a.jsonl").read_bytes() == before and not Path("c/checkpoints").exists()
-    command_line.run(f"{flags} a.jsonl --output-dir a --resume".replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
-    batches = list(load_rollouts("a.jsonl"))
-    assert [batch.rollout_index for batch in batches] == [0, 1, 2] and len({batch.run_id for batch in batches}) == 1
 
 
 def test_a_resumed_run_says_which_settings_it_changes(tmp_path):

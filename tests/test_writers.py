@@ -23,12 +23,11 @@ from megatron_rl.train.writers import (
     METRICS_FILE,
     REWARD,
     MetricsWriter,
-    missing_rows,
     read_metrics,
 )
 
 
-def write_steps(output_dir, steps, resume_step=None) -> list[dict]:
+def write_steps(output_dir, steps, resume_step=0) -> list[dict]:
     with MetricsWriter(output_dir, resume_step, tensorboard=False) as writer:
         for step in steps:
             writer.write(step, {REWARD: step / 10, KL: 1e-4 * step})
@@ -37,7 +36,7 @@ def write_steps(output_dir, steps, resume_step=None) -> list[dict]:
 
 def test_a_row_is_one_line_of_strict_json_that_is_on_disk_before_the_next_step(tmp_path):
     """Catches NaN, which not every JSON reader takes, and a buffer that a killed run loses."""
-    with MetricsWriter(tmp_path / "deep" / "run", None, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path / "deep" / "run", 0, tensorboard=False) as writer:
         writer.write(1, {"loss": 0.5, "count": 3, "worst": math.nan, "note": "x", "none": None, "best": -math.inf})
         (line,) = (tmp_path / "deep" / "run" / METRICS_FILE).read_text().splitlines()
     assert line == '{"step": 1, "loss": 0.5, "count": 3, "worst": null, "note": "x", "none": null, "best": null}'
@@ -83,25 +82,6 @@ def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path, line, me
         read_metrics(path)
 
 
-LOST_ROWS = [
-    pytest.param([1, 2, 3, 4, 5, 6, 7, 8], None, id="rows after the checkpoint, which are cut"),
-    pytest.param([3, 4, 5, 6], None, id="a run that began from another's checkpoint"),
-    pytest.param([1, 2, 3, 4], "2 steps, 5 to 6", id="the last two lost"),
-    pytest.param([1, 3, 4, 6], "2 steps, 2 to 5", id="holes"),
-    pytest.param(None, "6 steps, 1 to 6", id="deleted"),
-]
-
-
-@pytest.mark.parametrize(("steps", "lost"), LOST_ROWS)
-def test_rows_that_a_checkpoint_is_ahead_of_are_told(tmp_path, steps, lost):
-    """A curve with a hole, and no word about it, is read as a curve without one."""
-    path = tmp_path / METRICS_FILE
-    if steps is not None:
-        path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
-    says = f"{path} holds no rows of {lost}, which the checkpoint was trained on: they are lost, and the file goes on with step 7"
-    assert missing_rows(path, 6) == ([] if lost is None else [says])
-
-
 def test_a_full_disk_is_one_line_and_leaves_rows_that_can_be_read(tmp_path):
     """Catches a traceback, and the part of a row that the disk still took read as one."""
 
@@ -127,16 +107,16 @@ def read_events(output_dir) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_holds_the_numbers_and_continues_after_a_resume(tmp_path):
     """FB-90: catches two branches after a resume, and events of an earlier run."""
     pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
-    for resume_step, steps in ((None, [1, 2]), (None, [1, 2, 3, 4]), (2, [3, 4])):
+    for resume_step, steps in ((0, [1, 2]), (0, [1, 2, 3, 4]), (2, [3, 4])):
         with MetricsWriter(tmp_path, resume_step, tensorboard=True) as writer:
             for step in steps:
-                writer.write(step, {"loss": step + (resume_step or 0) * 10.0, "note": "text", "bad": math.nan})
+                writer.write(step, {"loss": step + resume_step * 10.0, "note": "text", "bad": math.nan})
     assert read_events(tmp_path) == {"loss": [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]}
 
 
 def test_without_tensorboard_one_line_says_so_and_the_file_is_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with MetricsWriter(tmp_path, None, tensorboard=True) as writer:
+    with MetricsWriter(tmp_path, 0, tensorboard=True) as writer:
         writer.write(1, {"loss": 1.0})
     assert len(read_metrics(tmp_path / METRICS_FILE)) == 1
     assert [record.message for record in caplog.records] == [

@@ -166,7 +166,7 @@ def run_loop(
         on_trainer(trainer)
     start, _ = restore(trainer, replace(options, resume=resume), config)
     if options.save_rollouts is not None and dist.get_rank() == 0:
-        cut_rollouts(options.save_rollouts, start.progress.num_rollouts, None)
+        cut_rollouts(options.save_rollouts, start.progress.num_rollouts)
     rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
     return TrainingRun(trainer, rollouts, options, config, start).run(), weights_of(trainer)
 

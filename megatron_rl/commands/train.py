@@ -47,11 +47,10 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def run(args: Namespace) -> int:
     from megatron_rl.megatron.cpu import quiet_megatron
-    from megatron_rl.train.output_dir import check_vocabulary
 
     logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
     quiet_megatron()
-    options, config = read_settings(args, int(os.environ.get("WORLD_SIZE", "1")))
+    options, config = read_settings(args)
     task = make_task(
         options.task,
         prompts=options.prompts,
@@ -60,7 +59,6 @@ def run(args: Namespace) -> int:
         hf_checkpoint=options.hf_checkpoint,
         vocab_size=options.vocab_size,
     )
-    check_vocabulary(options, task)
     from megatron_rl.train.session import train  # Megatron-Core: after everything that a wrong flag can say
 
     outcome = train(options, config, task, hand_over)
@@ -69,14 +67,14 @@ def run(args: Namespace) -> int:
     return outcome.exit_code
 
 
-def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, PolicyLossConfig]:
+def read_settings(args: Namespace) -> tuple[TrainOptions, PolicyLossConfig]:
     """Both groups of flags, checked; one ConfigError with the problems of both."""
     from megatron_rl.train.option_rules import train_options, with_group_size
 
     args = Namespace(**with_group_size(vars(args)))
     found: list[Any] = []
     problems: list[str] = []
-    for read in (partial(train_options, vars(args), world_size=world_size), partial(validate_megatron_rl_args, args, Route.TRAIN)):
+    for read in (partial(train_options, vars(args)), partial(validate_megatron_rl_args, args, Route.TRAIN)):
         try:
             found.append(read())
         except ConfigError as error:

@@ -114,9 +114,7 @@ def latest_checkpoint(directory: str | Path) -> Path:
     directory = Path(directory)
     pointer = directory / LATEST
     if not pointer.is_file():
-        raise ConfigError(
-            f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume and --load, or name another run"
-        )
+        raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name another run")
     with pointer.open("rb") as file:
         name = file.read(200).decode(errors="backslashreplace").strip()
     if not STEP_NAME.fullmatch(name):
@@ -127,12 +125,6 @@ def latest_checkpoint(directory: str | Path) -> Path:
     if not checkpoint.is_dir():
         raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
     return checkpoint
-
-
-def foreign_entries(directory: str | Path) -> list[str]:
-    """The entries of a checkpoint directory that no save has written."""
-    directory = Path(directory)
-    return sorted(path.name for path in directory.iterdir() if not OWN_NAME.fullmatch(path.name)) if directory.is_dir() else []
 
 
 def remove_checkpoints(directory: str | Path) -> None:

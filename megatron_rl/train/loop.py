@@ -90,16 +90,12 @@ class Start:
     stream_state: dict | None = None
     """The position in the rollout file, under --docs-per-step."""
     watchdog: WatchdogState = field(default_factory=WatchdogState)
-    step: int | None = None
-    """Optimiser steps that the checkpoint has done; None: there is none."""
 
     @classmethod
     def of_counters(cls, counters: dict[str, Any]) -> Start:
-        """What a checkpoint keeps beside the weights; KeyError for one that no run has saved. A field that is not known belongs to
-        an earlier version."""
-        progress = Progress(**{name: value for name, value in counters["progress"].items() if hasattr(Progress(), name)})
-        watchdog = WatchdogState(**{name: value for name, value in counters["watchdog"].items() if hasattr(WatchdogState(), name)})
-        return cls(progress, tuple(counters["recent_rewards"]), counters.get("stream"), watchdog, progress.num_steps)
+        """What a checkpoint keeps beside the weights; KeyError for one that no run has saved."""
+        progress, watchdog = Progress(**counters["progress"]), WatchdogState(**counters["watchdog"])
+        return cls(progress, tuple(counters["recent_rewards"]), counters.get("stream"), watchdog)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +134,7 @@ class TrainingRun:
         start: Start,
         *,
         evaluation: Evaluation | None = None,
-        run_id: str | None = None,
     ):
-        """run_id: written into the recorded rollouts."""
         if start.stream_state is not None and options.rollouts is not None and config.docs_per_step is None:
             raise ConfigError(
                 "the checkpoint was saved under --docs-per-step, which stops inside a rollout of its file: add --docs-per-step"
@@ -148,7 +142,7 @@ class TrainingRun:
         self._documents: DocumentSteps | None = None
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
-        self._start, self._progress, self._run_id = start, start.progress, run_id
+        self._start, self._progress = start, start.progress
         self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
         self._is_first_rank = dist.get_rank() == 0
         self._watchdog = start.watchdog
@@ -270,7 +264,7 @@ class TrainingRun:
             of_index = {record["index"]: Sample(**record) for record in records}
             whole = [of_index[header.index] for header in rollout.headers]
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
-                save_rollouts(path, dataclasses.replace(own, samples=whole, run_id=self._run_id))
+                save_rollouts(path, dataclasses.replace(own, samples=whole))
 
         on_all_ranks(write if self._is_first_rank else lambda: None)
 
@@ -337,7 +331,7 @@ class TrainingRun:
         options, wandb = self._options, None
         if options.wandb_project is not None:
             wandb = {"project": options.wandb_project, "config": settings_of(options, self._config)}
-        return MetricsWriter(options.output_dir, self._start.step, tensorboard=options.tensorboard, wandb=wandb)
+        return MetricsWriter(options.output_dir, self._start.progress.num_steps, tensorboard=options.tensorboard, wandb=wandb)
 
     def _save(self, stop: StopRule) -> Path | None:
         """Saves a checkpoint of this state, unless it is saved already. None where nothing has been trained."""

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
-    NO_CORRECTION,
     NO_SELECTION,
     SupportUse,
     TermScore,
 )
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
-from megatron_rl.train.output_dir import check_output_dir, check_start, is_same_file
+from megatron_rl.train.output_dir import check_output_dir
 from megatron_rl.train.rollout_files import recorded_group_size
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
@@ -34,31 +31,17 @@ from megatron_rl.validation.checks import problems_of
 # Adam's, by what is trained. A pretrained model takes far smaller steps than one from random weights; with 3e-3 the policy of a
 # prompt file collapses on most seeds.
 LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
-DIVISIONS = (
-    ("hidden_size", "num_attention_heads", "each head has the same width"),
-    ("num_attention_heads", "tensor_model_parallel_size", "each tensor-parallel rank holds whole heads"),
-    ("num_layers", "pipeline_model_parallel_size", "each pipeline stage holds as many layers"),
-)
-# Products of these sizes divide the number of ranks.
-RANKS_OF_A_MODEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-RANKS_OF_EXPERTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLaunch(TrainOptions):
-    """What these rules judge: the options, with the run's values for flags that are not typed, and what is beside them."""
+    """What the rules judge: the options of a run, and all flags as typed."""
 
     settings: Mapping[str, Any]
-    """All flags as typed, by field name, flags of the loss too."""
-    world_size: int = 1
-
-    @classmethod
-    def of(cls, options: TrainOptions, settings: Mapping[str, Any], world_size: int = 1) -> TrainLaunch:
-        given = {one.name: getattr(options, one.name) for one in dataclasses.fields(TrainOptions)}
-        return cls(**given, settings=settings, world_size=world_size)
+    """By field name, those of the loss too."""
 
 
-def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainOptions:
+def train_options(settings: Mapping[str, Any]) -> TrainOptions:
     """The options of a run, from the values of its flags by field name. Raises one ConfigError with every problem.
 
     It looks at files: call it before the process group is made, so that no rank sees what another has begun to write.
@@ -67,23 +50,18 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     if options.hf_checkpoint is not None:
         options = with_sizes_of(read_hf_model(options.hf_checkpoint), options)
     options = with_defaults(options, settings)
-    problems = problems_of(RULES, TrainLaunch.of(options, settings, world_size))
+    problems = problems_of(RULES, TrainLaunch(**vars(options), settings=settings))
     if problems:
         raise ConfigError(problems)
     return options
 
 
 def with_group_size(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all flags, with --samples-per-prompt where it is not typed: of the recorded rollouts, or the default.
-
-    None where their file cannot be read: then another rule, or the run, says why.
-    """
+    """The values of all flags, with --samples-per-prompt where it is not typed: of the recorded rollouts, or the default. Raises
+    DataError where their file cannot be read."""
     size = settings["samples_per_prompt"]
-    if size is None and settings["rollouts"] is None:
-        size = DEFAULT_SAMPLES_PER_PROMPT
-    elif size is None:
-        with contextlib.suppress(DataError):
-            size = recorded_group_size(settings["rollouts"])
+    if size is None:
+        size = DEFAULT_SAMPLES_PER_PROMPT if settings["rollouts"] is None else recorded_group_size(settings["rollouts"])
     return {**settings, "samples_per_prompt": size}
 
 
@@ -125,40 +103,18 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
     )
 
 
-def check_learning_rate(options: TrainLaunch) -> Iterator[str]:
-    style, warmup, rollouts = options.lr_decay_style, options.lr_warmup_iters, options.num_rollouts
-    if style == "constant":
-        return
-    if options.lr is not None and not options.min_lr < options.lr:
-        yield f"--min-lr {options.min_lr} must be below --lr {options.lr}: the learning rate decays"
-    if options.settings["docs_per_step"] is not None:
-        yield f"--lr-decay-style {style} with --docs-per-step: the number of steps is not known; remove one of them"
-    elif rollouts is None:
-        yield f"--lr-decay-style {style} needs --num-rollouts: the number of steps is not known"
-    elif rollouts * options.steps_per_rollout <= warmup:
-        steps = rollouts * options.steps_per_rollout
-        yield f"--lr-warmup-iters {warmup} must be below the {steps} steps of the run: the decay follows it"
-
-
-def check_wandb(options: TrainOptions) -> Iterator[str]:
-    missing = [name for name in ("wandb", "tensorboard") if find_spec(name) is None]
-    if options.wandb_project is not None and missing:
-        yield f"--wandb-project {options.wandb_project} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-
-
 def check_numbers(options: TrainOptions) -> Iterator[str]:
     for one in dataclasses.fields(TrainOptions):
         value, must = getattr(options, one.name), one.metadata["must"]
         if must is not None and value is not None and not (math.isfinite(value) and must.allows(value)):
-            default = "" if one.default is None else f"; default {one.default}"
-            yield f"{flag_of(one.name)} {value} must be {must.words}: {one.metadata['help'].rstrip('.')}{default}"
+            yield f"{flag_of(one.name)} {value} must be {must.words}: {one.metadata['help'].rstrip('.')}"
 
 
 def check_effects(options: TrainLaunch) -> Iterator[str]:
     """A typed flag has what it needs, and nothing with which it has no effect."""
     for one in dataclasses.fields(TrainOptions):
         value = options.settings[one.name]
-        if value in (one.default, None):
+        if value in (one.metadata["argparse"].get("default", one.default), None):
             continue
         shown = flag_of(one.name) if value is True else f"{flag_of(one.name)} {value}"
         if one.metadata["needs"] is not None:
@@ -172,43 +128,16 @@ def check_effects(options: TrainLaunch) -> Iterator[str]:
 
 
 def _is_given(options: TrainLaunch, name: str) -> bool:
-    value, default = getattr(options, name), TrainOptions.__dataclass_fields__[name].default
-    return bool(value) and (value is True or value != default)
+    """Whether an option of train differs from its default, or a flag of the loss is typed."""
+    field = TrainOptions.__dataclass_fields__.get(name)
+    if field is None:
+        return options.settings[name] is not None
+    value = getattr(options, name)
+    return bool(value) and (value is True or value != field.default)
 
 
 def check_task(options: TrainOptions) -> Iterator[str]:
     yield from task_problems(options.task, prompts=options.prompts, reward=options.reward, max_new_tokens=options.max_new_tokens)
-
-
-def check_divisions(options: TrainOptions) -> Iterator[str]:
-    for whole, part, why in DIVISIONS:
-        value, divisor = getattr(options, whole), getattr(options, part)
-        if divisor > 0 and value % divisor:
-            yield f"{flag_of(whole)} {value} must be a multiple of {flag_of(part)} {divisor}: {why}"
-
-
-def check_experts(options: TrainOptions) -> Iterator[str]:
-    """Beside the rule experts_do_not_depend_on_the_layout."""
-    if options.num_experts is not None and options.moe_router_topk > options.num_experts:
-        yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
-
-
-def check_steps(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout >= 1:
-        yield (
-            f"--steps-per-rollout {options.steps_per_rollout} must be at most --prompts-per-rollout "
-            f"{options.prompts_per_rollout}: each optimiser step takes at least one whole prompt group"
-        )
-
-
-def check_corrections(options: TrainLaunch) -> Iterator[str]:
-    """A run that samples by itself has one engine: sampler and trainer agree, and what compares them does nothing."""
-    kind = options.settings["importance_correction"]
-    if options.rollouts is None and kind not in (None, NO_CORRECTION):
-        yield (
-            f"--importance-correction {kind} has no effect: this run samples with the engine that trains, so every ratio is 1; "
-            "give rollouts of another engine with --rollouts, or remove the flag"
-        )
 
 
 def check_kept_ids(options: TrainLaunch) -> Iterator[str]:
@@ -240,78 +169,29 @@ def check_one_step(options: TrainLaunch) -> Iterator[str]:
     is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
     if options.rollouts is not None or options.steps_per_rollout != 1 or not is_whole:
         return
-    delta, name = settings["off_policy_sequence_delta"], settings["token_selection"]
+    name = settings["token_selection"]
     selection = TOKEN_SELECTIONS.find_or_none(name or NO_SELECTION)
-    is_penalty = selection is not None and selection.effect == Effect.PENALIZED
-    idle = [f"--off-policy-sequence-delta {delta}"] if delta is not None else []
-    for typed in [*idle, *([f"--token-selection {name}"] if is_penalty else [])]:
+    if selection is not None and selection.effect == Effect.PENALIZED:
         yield (
-            f"{typed} has no effect with one optimiser step a rollout: the policy in training is the one that sampled; give "
-            "--steps-per-rollout 2 or more, or fewer --docs-per-step than a rollout has"
+            f"--token-selection {name} has no effect with one optimiser step a rollout: the policy in training is the one that "
+            "sampled; give --steps-per-rollout 2 or more, or fewer --docs-per-step than a rollout has"
         )
 
 
-def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
-    """A flag of the loss that acts on the loop. The loss's own rules refuse what is no number of documents."""
-    docs, of_prompt = options.settings["docs_per_step"], options.settings["samples_per_prompt"]
-    if docs is None:
-        return
-    if options.steps_per_rollout > 1:
-        yield f"--steps-per-rollout {options.steps_per_rollout} and --docs-per-step {docs} both say where a step ends: remove one"
-    if options.rollouts is not None and options.save_rollouts is not None:
-        yield "--save-rollouts with --rollouts and --docs-per-step: a step is no rollout that could be written; copy the file"
-    if options.rollouts is None and isinstance(docs, int) and isinstance(of_prompt, int):
-        documents = options.prompts_per_rollout * of_prompt
-        if docs > documents > 0:
-            yield (
-                f"--docs-per-step {docs} is more than the {documents} documents of a rollout (--prompts-per-rollout "
-                f"{options.prompts_per_rollout} x --samples-per-prompt {of_prompt}): a step ends with its rollout; lower it"
-            )
-
-
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
-    read, written = options.rollouts, options.save_rollouts
-    if read is not None and not os.path.isfile(read):
-        yield f"--rollouts {read}: there is no such file; --save-rollouts FILE of a run writes one"
-    if written is None:
-        return
-    if os.path.isdir(os.path.abspath(written)):
-        yield f"--save-rollouts {written}: it is a folder; name a file"
-    elif read is not None and is_same_file(read, written):
-        yield f"--rollouts and --save-rollouts are both {read}: the run would append to what it reads"
-    elif os.path.isfile(written) and not (options.resume or options.load or options.overwrite):
-        yield f"--save-rollouts {written} exists: two runs in one file cannot be replayed; give another name"
-
-
-def check_world_size(options: TrainLaunch) -> Iterator[str]:
-    for names in (RANKS_OF_A_MODEL, RANKS_OF_EXPERTS):
-        sizes = {name: getattr(options, name) for name in names}
-        product = math.prod(sizes.values())
-        if product > 0 and options.world_size % product:
-            shown = " x ".join(f"{flag_of(name)} {size}" for name, size in sizes.items())
-            yield (
-                f"{options.world_size} ranks do not divide into groups of {product} ({shown}); start a multiple of {product}: "
-                f"torchrun --nproc-per-node {product}"
-            )
-            return
+    """A new run would empty the file."""
+    written = options.save_rollouts
+    if written is not None and os.path.isfile(written) and not (options.resume or options.overwrite):
+        yield f"--save-rollouts {written} exists: give another name, or --overwrite"
 
 
 RULES = (
     check_hf_checkpoint,
-    check_learning_rate,
-    check_wandb,
     check_numbers,
     check_effects,
     check_task,
-    check_divisions,
-    check_experts,
-    check_steps,
-    check_corrections,
     check_kept_ids,
     check_one_step,
-    check_docs_per_step,
     check_rollout_files,
-    check_world_size,
-    check_start,
     check_output_dir,
 )

@@ -29,7 +29,6 @@ from megatron_rl.validation import flag_of
 CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
-RUN_FILE = "run.json"
 SAMPLES_FILE = "samples.txt"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
@@ -77,7 +76,7 @@ def flag(
     **argparse_settings: Any,
 ) -> Any:
     """A field of TrainOptions: its default, its help line, the range of a number, the option without which it has no effect and
-    why, the option with which it has none and why, and further settings of argparse."""
+    why, the option or flag of the loss with which it has none and why, and further settings of argparse."""
     metadata = {"help": help, "must": must, "needs": needs, "without": without, "argparse": argparse_settings}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -88,6 +87,7 @@ not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
 OF_EXPERTS = ("num_experts", "a dense model has no experts")
 OF_FOLDER = ("hf_checkpoint", "the folder decides it")
 OF_SAMPLES = ("rollouts", "nothing is sampled")
+OF_STEPS = ("docs_per_step", "where a step ends is known only when it ends")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,9 @@ class RolloutOptions:
     )
     seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
     rollouts: str | None = flag(None, "Train on recorded rollouts of --save-rollouts instead.")
-    save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
+    save_rollouts: str | None = flag(
+        None, "Write the rollouts to this file, for --rollouts.", without=("rollouts", "the file holds them: copy it")
+    )
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): what "
@@ -189,6 +191,8 @@ class OptimiserOptions:
         "constant",
         "How the learning rate goes from --lr to --min-lr, after the warm-up.",
         choices=("constant", "linear", "cosine"),
+        needs=("num_rollouts", "the decay ends with the run"),
+        without=OF_STEPS,
     )
     lr_warmup_iters: int = not_negative(0, "Optimiser steps in which the learning rate grows to --lr.")
     min_lr: float = not_negative(
@@ -205,7 +209,7 @@ class StepOptions:
 
     # The default on the command line is None: --docs-per-step, the other flag for where a step ends, must tell 2 from unset.
     steps_per_rollout: int = count(
-        DEFAULT_STEPS_PER_ROLLOUT, "Optimiser steps on each rollout; prompt groups stay whole.", default=None
+        DEFAULT_STEPS_PER_ROLLOUT, "Optimiser steps on each rollout; prompt groups stay whole.", without=OF_STEPS, default=None
     )
     micro_batch_size: int | None = count(
         None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
@@ -221,8 +225,7 @@ class SavingOptions:
         50, "Rollouts between two checkpoints, and between two evaluations on --eval-prompts; one is saved at the end too."
     )
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
-    load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
-    overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
+    overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.", without=("resume", "it goes on with the run"))
     save_hf: str | None = flag(
         None,
         "Write the trained model of --hf-checkpoint to this folder, in the same format, at the end.",
@@ -358,13 +361,9 @@ def settings_of(options: TrainOptions, config: PolicyLossConfig) -> dict[str, An
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
-    """A line for each setting that a resumed run changes. A setting that an earlier version did not record is left out."""
-
-    def shown(value: Any) -> str:
-        return "unset" if value is None else str(value)
-
+    """A line for each setting that a resumed run changes."""
     return [
-        f"resumed at step {step} with {flag} {shown(value)}: the checkpoint was saved with {shown(saved[flag])}"
+        f"resumed at step {step} with {flag} {value}: the checkpoint was saved with {saved.get(flag)}"
         for flag, value in now.items()
-        if flag in saved and saved[flag] != value
+        if saved.get(flag) != value
     ]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.samples import RouteShape, route_problem
@@ -72,7 +72,6 @@ FIELDS = {
 OF_A_LINE = {
     "rollout_index": Field("an integer", (int,), -LARGEST_INT, LARGEST_INT),
     "vocab_size": Field("an integer of at least 1", (int,), 1, LARGEST_INT, is_optional=True),
-    "run_id": Field("the name of the run that wrote the line", (str,), is_optional=True),
 }
 NAMES = [field.name for field in dataclasses.fields(Sample)]
 REQUIRED = [field.name for field in dataclasses.fields(Sample) if field.default is dataclasses.MISSING]
@@ -103,17 +102,14 @@ def record_of(batch: RolloutBatch) -> dict[str, Any]:
     return {**{name: getattr(batch, name) for name in OF_A_LINE}, "samples": samples}
 
 
-def cut_rollouts(path: str | Path, num_rollouts: int, run_id: str | None) -> None:
-    """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. Without a file it does nothing.
-    ConfigError where rollouts of another run would stay in it."""
+def cut_rollouts(path: str | Path, num_rollouts: int) -> None:
+    """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. Without a file it does nothing."""
     if not Path(path).is_file():
         return
     kept = 0
     for line, record in _records(path):
         if record["rollout_index"] >= num_rollouts or not line.endswith(b"\n"):
             break
-        if record.get("run_id") != run_id:
-            raise ConfigError(f"--save-rollouts {path} holds rollouts of another run; name a file of this run, or a new one")
         kept += len(line)
     with open(path, "r+b") as file:
         file.truncate(kept)

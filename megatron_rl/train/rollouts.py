@@ -115,8 +115,6 @@ class RolloutBatch:
     """0 for the first rollout of a run."""
     vocab_size: int | None = None
     """Of the policy that the tokens are for; None: not recorded."""
-    run_id: str | None = None
-    """Of the run that wrote it; None: not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

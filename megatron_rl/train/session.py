@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -28,8 +29,15 @@ from megatron_rl.train.collection import Evaluation, SampledRollouts
 from megatron_rl.train.document_steps import size_of_steps
 from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
-from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
-from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, take_output_dir
+from megatron_rl.train.options import (
+    CHECKPOINT_DIRECTORY,
+    TrainOptions,
+    changed_settings,
+    experts_of,
+    model_vocab_size,
+    settings_of,
+)
+from megatron_rl.train.output_dir import lock_of, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import cut_rollouts, recorded_vocab_size
 from megatron_rl.train.tasks import Task
@@ -55,16 +63,15 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
     lock = lock_of(options)  # held until this function ends
     with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
-        run_id = on_first_rank(partial(take_output_dir, lock, options))
+        on_first_rank(partial(take_output_dir, lock, options, task))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
         evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options)
-        training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation, run_id=run_id)
+        training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation)
         if options.save_rollouts is not None:
-            on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts, run_id))
-        lines = changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
+            on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts))
         if dist.get_rank() == 0:
-            announce(options, config, trainer, lines)
+            announce(options, config, trainer, changes)
         on_start()
         outcome = training.run()
         if options.save_hf is not None and outcome.exit_code == 0:
@@ -126,14 +133,11 @@ def rollouts_of(trainer: PolicyTrainer, task: Task, options: TrainOptions, *, fi
 
 def restore(trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[Start, list[str]]:
     """Where the run begins, and a line for each setting that is not the checkpoint's. Loads the weights of the checkpoint."""
-    if not (options.resume or options.load):
+    if not options.resume:
         return Start(), []
-    checkpoint = checkpoints.latest_checkpoint(checkpoint_directory(options))
-    counters = trainer.load(checkpoint)
-    if "progress" not in counters:
-        raise ConfigError(f"{checkpoint} holds no progress: it was not saved by `megatron-rl train`")
+    counters = trainer.load(checkpoints.latest_checkpoint(Path(options.output_dir) / CHECKPOINT_DIRECTORY))
     start = Start.of_counters(counters)
-    return start, changed_settings(counters.get("settings", {}), settings_of(options, config), start.progress.num_steps)
+    return start, changed_settings(counters["settings"], settings_of(options, config), start.progress.num_steps)
 
 
 def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTrainer, lines: list[str]) -> None:

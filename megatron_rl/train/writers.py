@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends one row for each optimiser step. One rank makes it."""
 
-    def __init__(self, output_dir: str | Path, resume_step: int | None, *, tensorboard: bool, wandb: dict[str, Any] | None = None):
-        """resume_step: the last step that the loaded checkpoint holds; later rows are dropped, the file goes on there. None starts
+    def __init__(self, output_dir: str | Path, resume_step: int, *, tensorboard: bool, wandb: dict[str, Any] | None = None):
+        """resume_step: the last step that the loaded checkpoint holds; later rows are dropped, the file goes on there. 0 starts
         an empty file. wandb: arguments of wandb.init for a new run there, which gets the events of TensorBoard; None: no run."""
         output_dir = Path(output_dir)
         path = output_dir / METRICS_FILE
         with names_what_cannot_be_written(path):
             output_dir.mkdir(parents=True, exist_ok=True)
             kept = [0]
-            if resume_step is not None and path.exists():
+            if resume_step and path.exists():
                 kept += [end for end, row in _rows(path) if row["step"] <= resume_step]
             self._file = path.open("ab", buffering=0)
             self._file.truncate(kept[-1])
@@ -88,16 +88,6 @@ def names_what_cannot_be_written(path: str | Path, left: str = "") -> Iterator[N
         raise RunError(f"{where} cannot be written: {error.strerror}{left}") from error
 
 
-def missing_rows(path: Path, last_step: int) -> list[str]:
-    """A line about the rows up to last_step that the file lacks. DataError where the run cannot go on with the file."""
-    steps = [row["step"] for row in read_metrics(path)] if path.exists() else []
-    lost = sorted(set(range(min(steps, default=1), last_step + 1)).difference(steps))
-    if not lost:
-        return []
-    which = f"{path} holds no rows of {len(lost)} steps, {lost[0]} to {lost[-1]}, which the checkpoint was trained on"
-    return [f"{which}: they are lost, and the file goes on with step {last_step + 1}"]
-
-
 def read_metrics(path: str | Path) -> list[dict]:
     """The rows of a metrics file, whose steps increase. A last line that a killed run left unfinished is dropped; another bad line
     raises DataError."""
@@ -125,14 +115,14 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _make_summary_writer(directory: Path, resume_step: int | None) -> Any:
-    """TensorBoard's writer, or None. Events after resume_step are hidden; with resume_step None old events are removed."""
+def _make_summary_writer(directory: Path, resume_step: int) -> Any:
+    """TensorBoard's writer, or None. Events after resume_step are hidden; with resume_step 0 old events are removed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         logger.warning(f"TensorBoard is not installed: metrics go to {METRICS_FILE} alone; pip install tensorboard")
         return None
-    if resume_step is None:
+    if resume_step == 0:
         for events in directory.glob("events.out.tfevents.*"):
             os.unlink(events)
-    return SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
+    return SummaryWriter(str(directory), purge_step=resume_step + 1)
