@@ -24,7 +24,6 @@ from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.train.watchdog import WatchdogState, watch
 
 CPU = torch.device("cpu")
 
@@ -352,8 +351,3 @@ def test_the_metrics_of_a_step_say_how_many_rows_a_rollout_has():
     ((found, plain),) = run_ranks(step, 1)
     assert (found["num_samples"], found["num_rollouts"], found["rollout/rows"], found["policy/num_documents"]) == (3, 2, 1.5, 2)
     assert not {"num_rollouts", "rollout/rows"} & plain.keys()
-    findings = {}
-    for unit in ("rollout", "row"):
-        of_unit, _ = watch(replace(OF_ROLLOUTS, importance_ratio_unit=unit), WatchdogState(), 2, found)
-        findings[unit] = [name for name in of_unit if name.startswith("phantom")]
-    assert findings == {"rollout": [], "row": ["phantom_num_samples"]}

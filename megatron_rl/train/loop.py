@@ -322,10 +322,7 @@ class TrainingRun:
         if self._bar is not None:
             self._bar.set_postfix_str(describe(row), refresh=False)
             self._bar.update()
-        is_float32 = not self._trainer.settings.bf16
-        self._watchdog = look(
-            self._config, self._watchdog, progress.num_steps, row, speaks=self._is_first_rank, is_float32=is_float32
-        )
+        self._watchdog = look(self._config.watchdog, self._watchdog, progress.num_steps, row, speaks=self._is_first_rank)
 
     def _make_writer(self) -> MetricsWriter:
         options, wandb = self._options, None

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_rl.config import PolicyLossConfig, RatioUnit, Watchdog
+from megatron_rl.config import Watchdog
 from megatron_rl.errors import DataError
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.train.writers import REWARD
 
 logger = logging.getLogger(__name__)
@@ -22,10 +21,6 @@ HEALTHY_FIRST_RATIO = (0.9, 1.1)
 # KL in nats per token. The mean ratio of samples of the old policy is 1 in expectation whatever the new one is. Log-ratios of
 # deviation d have d^2 / 2: 0.05 is d = 0.3, ten times the difference of engines of different precision.
 LARGEST_FIRST_KL = 0.05
-# The same where one engine has measured old and new log-probabilities at the same weights: d is rounding alone. A log-prob is a
-# difference of logits, of some 30 at most. Rounding them to bfloat16 gives 30 x 2^-9 = 0.06, and the layers below give as much:
-# d = 0.1. Float32 gives 30 x 2^-24 = 2e-6; the sum of hundreds of these is below d = 4.5e-3.
-LARGEST_FIRST_KL_OF_ONE_ENGINE = {"bfloat16": 5e-3, "float32": 1e-5}
 # A sampler that keeps tokens of mass M, and scores them among themselves, has d = log M on each: a mean of d below 0, and little
 # variance. exp(d) - 1 - d has a mean of about (mean^2 + variance) / 2. Where d is noise or another policy, the variance is the
 # larger part: a temperature of 0.6 or a policy that has moved gave 6 to 25 times what the mean alone gives, top-p 0.8 to 0.95 gave
@@ -50,21 +45,18 @@ class WatchdogState:
     """The least and the largest mean reward of a rollout."""
 
 
-def watch(
-    config: PolicyLossConfig, state: WatchdogState, step: int, row: Mapping[str, float | None], *, is_float32: bool = False
-) -> tuple[dict[str, str], WatchdogState]:
+def watch(state: WatchdogState, step: int, row: Mapping[str, float | None]) -> tuple[dict[str, str], WatchdogState]:
     """What is wrong with optimiser step `step` (1 is the run's first) by its row of metrics: name -> line, each finding once a run.
 
     A metric that the row lacks is not checked; --policy-metrics none leaves none. Equal rows give equal findings, so that ranks
-    with equal metrics raise together. is_float32: the policy computes in float32: one engine agrees with itself to that rounding.
+    with equal metrics raise together.
     """
     values = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
     state = _remember(state, values)
     found = dict(_truncation(step, values))
-    if step == 1 and not {"truncated_old", "whole_old"} & found.keys():
-        found |= _first_step(config, values)
-        found |= {} if found else _first_kl(config, values, is_float32)  # one line for one cause
-    found |= {**dict(_phantom_counts(config, values)), **dict(_silence(values, state)), **dict(_stillness(state))}
+    if step == 1 and "truncated_old" not in found:
+        found |= _first_step(values)
+    found |= {**dict(_phantom_tokens(values)), **dict(_silence(values, state)), **dict(_stillness(state))}
     found = {name: line for name, line in found.items() if name not in state.reported}
     return found, replace(state, reported=(*state.reported, *found))
 
@@ -88,38 +80,29 @@ def _truncation(step: int, values: Mapping[str, float]) -> Iterator[tuple[str, s
     if step == 1 and new is not None and old is not None:
         compared["old"] = (new - old, values.get("policy/kl_new_old"))
     for name, (mean, kl) in compared.items():
-        if mean is None or kl is None or abs(mean) < -LARGEST_LOG_MASS:
+        if mean is None or kl is None or mean > LARGEST_LOG_MASS:
             continue
-        if kl > LARGEST_EXCESS_OF_CONSTANT * (math.exp(mean) - 1 - mean):
-            continue
-        if mean > 0 and "policy/kept_ids" not in values:
-            continue
-        kind, where, cause = "truncated", "above", "among the tokens that it kept; sample with top_p 1, top_k -1 and min_p 0"
-        if mean > 0:
-            kind, where, cause = "whole", "below", "over the vocabulary, beside its kept ids; let it report them among those"
-        yield (
-            f"{kind}_{name}",
-            f"{name}_log_probs are {abs(mean):.3f} nats {where} the trainer's on nearly every token, so each importance weight is "
-            f"off by a mass of {math.exp(-abs(mean)):.2f}: the sampler kept a part of the vocabulary and reports log-probabilities "
-            f"{cause}",
-        )
+        if kl <= LARGEST_EXCESS_OF_CONSTANT * (math.exp(mean) - 1 - mean):
+            yield (
+                f"truncated_{name}",
+                f"{name}_log_probs are {-mean:.3f} nats above the trainer's on nearly every token, so each importance weight is "
+                f"off by a mass of {math.exp(mean):.2f}: the sampler kept a part of the vocabulary and reports log-probabilities "
+                "among the tokens that it kept; sample with top_p 1, top_k -1 and min_p 0",
+            )
 
 
-def _compared(config: PolicyLossConfig) -> str:
-    """The field of --rollouts that the loss compares with."""
-    return f"{get_policy_loss(config.policy_loss).anchor}_log_probs"
-
-
-def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    ratio = values.get("policy/ratio_new_old", 1.0)
+def _first_step(values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    ratio, kl = values.get("policy/ratio_new_old", 1.0), values.get("policy/kl_new_old", 0.0)
+    phantoms = values.get("policy/num_phantom_tokens", 0)
+    causes = (
+        "check --policy-temperature (as in sampling), --fp32-lm-head (where the sampler's head is float32), and the "
+        "log-probabilities of --rollouts: of other weights than those that sampled, shifted by a token, or prompt tokens unmasked?"
+    )
     if not HEALTHY_FIRST_RATIO[0] <= ratio <= HEALTHY_FIRST_RATIO[1]:
-        yield (
-            "first_ratio",
-            f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (as in sampling), "
-            "--fp32-lm-head (where the sampler's head is float32), the loss masks (prompt tokens unmasked?), and whether the "
-            f"{_compared(config)} of --rollouts are of other weights than those that sampled",
-        )
-    if phantoms := values.get("policy/num_phantom_tokens", 0):
+        yield "first_ratio", f"mean importance ratio {ratio:.3f} at the first step, expected 1: {causes}"
+    elif kl > LARGEST_FIRST_KL and not phantoms:  # one line for one cause
+        yield "first_kl", f"KL from old to new {kl:.2g} nats per token at the first step, expected 0: {causes}"
+    if phantoms:
         yield (
             "first_phantom_tokens",
             f"{phantoms:.0f} phantom tokens at the first step: unmasked, with an old log-probability of exactly 0 that the policy "
@@ -127,35 +110,15 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         )
 
 
-def _first_kl(config: PolicyLossConfig, values: Mapping[str, float], is_float32: bool) -> Iterator[tuple[str, str]]:
-    kl, largest, why = values.get("policy/kl_new_old", 0.0), LARGEST_FIRST_KL, "what two engines differ by"
-    # Rollouts that carry a version and no log-probabilities of a sampler were measured by the trainer's own engine.
-    is_of_these_weights = values.get("policy/staleness") == 0.0 and values.get("policy/max_staleness") == 0.0
-    if is_of_these_weights and "policy/train_rollout_kl" not in values:
-        dtype = "float32" if is_float32 else "bfloat16"
-        largest, why = LARGEST_FIRST_KL_OF_ONE_ENGINE[dtype], f"rounding in {dtype} of this engine at these weights"
-    if kl > largest:
+def _phantom_tokens(values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """The loss counts its own tokens; the weights come from what count_step has counted."""
+    seen, counted = values.get("policy/num_tokens"), values.get("num_tokens")
+    if seen is not None and counted is not None and seen != counted:
         yield (
-            "first_kl",
-            f"KL from old to new {kl:.2g} nats per token at the first step, expected 0 and at most {largest:g}, {why}: check "
-            f"--policy-temperature (as in sampling), that the {_compared(config)} of --rollouts are not shifted by a token, that "
-            "they are of the weights that this run starts with, and --fp32-lm-head",
+            "phantom_num_tokens",
+            f"the loss sees {seen:.0f} unmasked tokens and the step is divided by {counted:.0f}: the difference is phantom tokens; "
+            "hand the same loss masks to count_step and to the loss, and change none in between",
         )
-
-
-def _phantom_counts(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The loss counts its own tokens; the weights come from what count_step has counted. A document that is a turn or a rollout is
-    no sample."""
-    counts = [("policy/num_tokens", "num_tokens", "unmasked tokens")]
-    if config.importance_ratio_unit == RatioUnit.ROW:
-        counts.append(("policy/num_documents", "num_samples", "documents"))
-    for seen, counted, what in counts:
-        if seen in values and counted in values and values[seen] != values[counted]:
-            yield (
-                f"phantom_{counted}",
-                f"the loss sees {values[seen]:.0f} {what} and the step is divided by {values[counted]:.0f}: the difference is "
-                f"phantom {what}; hand the same loss masks to count_step and to the loss, and change none in between",
-            )
 
 
 def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[tuple[str, str]]:
@@ -184,14 +147,12 @@ def _stillness(state: WatchdogState) -> Iterator[tuple[str, str]]:
         )
 
 
-def look(
-    config: PolicyLossConfig, state: WatchdogState, step: int, row: Mapping[str, float | None], *, speaks: bool, is_float32: bool
-) -> WatchdogState:
+def look(watchdog: str, state: WatchdogState, step: int, row: Mapping[str, float | None], *, speaks: bool) -> WatchdogState:
     """`watch` as --watchdog says: logs what it finds on the rank that speaks, or raises one DataError on all ranks."""
-    if config.watchdog == Watchdog.OFF:
+    if watchdog == Watchdog.OFF:
         return state
-    found, state = watch(config, state, step, row, is_float32=is_float32)
-    if found and config.watchdog == Watchdog.RAISE:
+    found, state = watch(state, step, row)
+    if found and watchdog == Watchdog.RAISE:
         raise DataError("\n".join(found.values()))
     for line in found.values() if speaks else ():
         logger.warning(line)
