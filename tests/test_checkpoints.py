@@ -286,7 +286,6 @@ def test_a_full_disk_is_told_in_one_line_on_all_ranks(pool, tmp_path, world_size
     for message in messages:
         assert message.startswith(f"RunError: checkpoint {tmp_path}/step_00000002 cannot be written: ") and "\n" not in message
         assert message.endswith(f"; {tmp_path}/step_00000001 is whole, and --resume goes on from it")
-    assert "GB are free on its disk" in messages[0]
     # Megatron-Core 0.19 says only that a worker has failed.
     assert any(words in messages[0] for words in ("File too large", "OSError", "Worker failure")) or limit == 100
     assert checkpoints.latest_checkpoint(tmp_path).name == "step_00000001"

@@ -15,7 +15,7 @@ pool = pool_of(2, use_megatron=False)
 
 
 def rule_of(signals=None, **others) -> StopRule:
-    values = {"max_seconds": None, "target_reward": None, "recent_rewards": [], **others}
+    values = {"target_reward": None, "recent_rewards": [], **others}
     return StopRule(StopSignals() if signals is None else signals, **values)
 
 
@@ -36,12 +36,10 @@ def test_signals_are_remembered_and_a_second_ctrl_c_alone_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
-def decide_on_rank(rank, signals_of_rank, rewards, settings, age=0.0):
-    """(number of the rollout that ended the run, reason, exit code, rewards kept); signals arrive in rollout 1. The run of each
-    rank is older by `age` seconds than that of the rank before."""
+def decide_on_rank(rank, signals_of_rank, rewards, settings):
+    """(number of the rollout that ended the run, reason, exit code, rewards kept); signals arrive in rollout 1."""
     signals = StopSignals()
     rule = rule_of(signals, **settings)
-    rule._started -= age * rank
     for number, reward in enumerate(rewards):
         signals.received = signals_of_rank[rank] if number == 1 else signals.received
         if rule.should_stop(reward):
@@ -68,16 +66,15 @@ ENDS = [
         (0, REACHED, 0, [0.9, 0.9, 0.2, 1.0, 1.0]),
         id="FB-90 rewards before a resume count",
     ),
-    pytest.param((0, 0), [0.0], {"max_seconds": 5.0}, (0, "--max-seconds 5 are over", 0, [0.0]), id="one rank's clock is enough"),
     pytest.param(
         *((INT, 0), [0.5, 0.5], {"target_reward": 0.5, "recent_rewards": [0.1, 0.5, 0.5, 0.5]}),
         (1, "stopped by SIGINT", 130, FULL),
         id="a signal comes before the target",
     ),
     pytest.param(
-        *((0, 0), [0.5], {"target_reward": 0.5, "recent_rewards": FULL, "max_seconds": 1e-9}),
+        *((0, 0), [0.5], {"target_reward": 0.5, "recent_rewards": FULL}),
         (0, "mean reward 0.500 of the last 5 rollouts reached the target", 0, FULL),
-        id="the target itself is enough, and comes before the clock",
+        id="the target itself is enough",
     ),
 ]
 
@@ -85,6 +82,5 @@ ENDS = [
 @pytest.mark.parametrize(("signals", "rewards", "settings", "expected"), ENDS)
 def test_all_ranks_stop_at_the_same_rollout_for_the_same_reason(pool, signals, rewards, settings, expected):
     """A rank that stops alone leaves the others in the next collective. The exit code is a shell's 128 + signal."""
-    age = 10.0 if settings.get("max_seconds") == 5.0 else 0.0
-    first, second = pool.run(decide_on_rank, signals, rewards, settings, age)
+    first, second = pool.run(decide_on_rank, signals, rewards, settings)
     assert first == second == expected

@@ -56,7 +56,7 @@ def test_a_folder_that_another_run_filled_meanwhile_is_looked_at_again(tmp_path)
 
 
 def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, monkeypatch):
-    """Catches a link that is lost, an old `latest` that a killed run would be resumed from, and `latest` on what is half gone."""
+    """Catches an old `latest` that a killed run would be resumed from, and `latest` on what is half gone."""
     large, rmtree = command_line.make_run(tmp_path / "large") / "checkpoints", output_dir.checkpoints.shutil.rmtree
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").symlink_to(large)

@@ -43,7 +43,7 @@ def run_on_rank(rank, output_dir, config, options, settings=None):
 def recorded(pool, tmp_path_factory):
     """Three rollouts of two steps, sampled on one rank: (rollout file, directory of the run)."""
     directory = tmp_path_factory.mktemp("recorded")
-    options = {"num_rollouts": 3, "save_rollouts": str(directory / "rollouts.jsonl"), "show_samples": 2}
+    options = {"num_rollouts": 3, "save_rollouts": str(directory / "rollouts.jsonl")}
     pool.run(run_on_rank, directory / "run", GSPO, options, world_size=1)
     return directory / "rollouts.jsonl", directory / "run"
 
@@ -72,9 +72,6 @@ def test_the_file_of_rollouts_holds_what_the_loss_saw(recorded):
         assert sum(sample.reward for sample in batch.samples) / 16 == pytest.approx(row["rollout/reward"])
         mean = sum(sum(sample.old_log_probs) / 4 for sample in batch.samples[:8]) / 8
         assert mean == pytest.approx(row["policy/old_logprobs"], rel=1e-5)
-    shown = [(sample.reward, sample.tokens.tolist()) for sample in batches[0].samples[:2]]
-    lines = [f"rollout 0, reward {reward:.3f}: {tokens[:-4]} -> {tokens[-4:]}" for reward, tokens in shown]
-    assert (recorded[1] / "samples.txt").read_text().splitlines() == lines
 
 
 def test_a_file_of_several_data_parallel_ranks_is_that_of_one_rank(pool, recorded, tmp_path):

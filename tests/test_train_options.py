@@ -73,7 +73,7 @@ def test_every_flag_arrives_with_its_type():
     numbers = {
         **dict(num_rollouts=3, prompts_per_rollout=4, steps_per_rollout=1, micro_batch_size=2, num_layers=4, hidden_size=32),
         **dict(num_attention_heads=2, vocab_size=64, lr=1e-4, clip_grad=0.0, seed=7),
-        **dict(target_reward=0.5, max_seconds=30.0, save_interval=5, tensor_model_parallel_size=2),
+        **dict(target_reward=0.5, save_interval=5, tensor_model_parallel_size=2),
         **dict(pipeline_model_parallel_size=2, context_parallel_size=2, task="tally", output_dir="x", save_rollouts="r.jsonl"),
     }
     switches = dict(overwrite=True, tensorboard=False, json=True, packed=True, sequence_parallel=True)
@@ -190,7 +190,6 @@ REJECTED = [
     pytest.param("--lr nan", "--lr nan must be above 0", id="learning rate NaN"),
     pytest.param("--clip-grad -1", r"--clip-grad -1\.0 must be at least 0; 0 does not clip", id="negative clip"),
     pytest.param("--seed -1", "--seed -1 must be at least 0", id="negative seed"),
-    pytest.param("--max-seconds 0", r"--max-seconds 0\.0 must be above 0", id="no time"),
     pytest.param("--target-reward inf", "--target-reward inf must be finite", id="target never reached"),
     pytest.param(
         "--docs-per-step 64 --steps-per-rollout 2", "--steps-per-rollout 2 has no effect with --docs-per-step", id="two ends"

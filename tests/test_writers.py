@@ -64,21 +64,11 @@ def test_the_unfinished_line_of_a_killed_run_is_dropped_and_replaced(tmp_path, r
     assert [row["step"] for row in write_steps(tmp_path, [3], resume_step=2)] == [1, 2, 3]
 
 
-DAMAGED = [
-    ("{", "line 2: not JSON"),
-    ("[]", "line 2: step: None must be a whole number above 1"),
-    ('{"step": true}', "line 2: step: True must be a whole number above 1"),
-    ('{"step": 1}', "line 2: step: 1 must be a whole number above 1: two runs wrote this file, or it was edited"),
-    ('{"step": 5}', "line 3: step: 3 must be a whole number above 5"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), DAMAGED)
-def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path, line, message):
+def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path):
     """It would be a gap in the curve."""
     path = tmp_path / METRICS_FILE
-    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
-    with pytest.raises(DataError, match=message):
+    path.write_text('{"step": 1}\n{\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2: not JSON"):
         read_metrics(path)
 
 
@@ -168,14 +158,13 @@ def test_the_line_shows_what_is_worth_watching_and_was_measured():
     assert describe({REWARD: None, KL: 0.0}) == "KL 0.00e+00"
 
 
-def test_a_log_gets_a_line_seldom_and_the_last_state(monkeypatch, caplog):
-    """190 steps of 1/8 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step. Without tqdm one
-    line says so."""
+def test_a_log_gets_a_line_seldom_and_the_last_state(monkeypatch):
+    """190 steps of 1/8 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step, or of each rank."""
     tqdm = pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     now = [0.0]
     monkeypatch.setattr(tqdm.std, "time", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with make_bar(390, 200) as bar:
+    with make_bar(390, 200, is_shown=True) as bar:
         for _ in range(190):
             now[0] += 0.125
             bar.set_postfix_str(describe(METRICS), refresh=False)
@@ -183,7 +172,6 @@ def test_a_log_gets_a_line_seldom_and_the_last_state(monkeypatch, caplog):
     lines = sys.stderr.getvalue().split("\r")[1:]
     assert [line.partition("| ")[2].split("/")[0] for line in lines] == [str(step) for step in (200, 240, 280, 320, 360, 390)]
     assert "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234" in lines[-1]
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with make_bar(2, 0) as bar:
-        assert bar is None
-    assert [record.message for record in caplog.records] == ["tqdm is not installed: no progress is shown; pip install tqdm"]
+    with make_bar(2, 0, is_shown=False) as bar:
+        bar.update()
+    assert sys.stderr.getvalue().split("\r")[1:] == lines

@@ -36,12 +36,12 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def parse_json_line(line: bytes, place: str, remedy: str = "") -> Any:
+def parse_json_line(line: bytes, place: str) -> Any:
     """The value of a line in UTF-8. place: the file and the number of the line. DataError names it."""
     try:
         return parse_json(line.decode("utf-8"))
     except ValueError as error:
-        raise DataError(f"{place}: not JSON ({printable(str(error))}){remedy}") from error
+        raise DataError(f"{place}: not JSON ({printable(str(error))})") from error
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:

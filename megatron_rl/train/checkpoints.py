@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 STEP_NAME = re.compile(r"step_\d+")
-# The names of all entries that saves write into a directory.
-OWN_NAME = re.compile(r"latest(\.new)?|step_\d+(\.partial|\.replaced)?")
 # In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
 CHECKSUMS = "SHA256SUMS"
 METADATA = ".metadata"
@@ -95,7 +93,7 @@ def save_checkpoint(
         _write_atomically(directory / LATEST, final.name + "\n")
 
     with _writable(final):
-        _on_first_rank(make_empty)
+        on_first_rank(make_empty)
         model_state = model.module.sharded_state_dict()
         state = {
             "model": model_state,
@@ -105,7 +103,7 @@ def save_checkpoint(
         }
         _save_in_this_process(state, partial)
         checksums = _checksums(partial)
-        _on_first_rank(publish)
+        on_first_rank(publish)
     return final
 
 
@@ -128,17 +126,11 @@ def latest_checkpoint(directory: str | Path) -> Path:
 
 
 def remove_checkpoints(directory: str | Path) -> None:
-    """Removes the entries that saves have written, `latest` first, so that a killed run leaves no incomplete checkpoint to resume.
-    If the directory is a link, the link stays."""
+    """Removes the checkpoints, `latest` first, so that a killed run leaves no incomplete one to resume. Other files stay."""
     directory = Path(directory)
-    if not directory.is_dir():
-        return
     (directory / LATEST).unlink(missing_ok=True)
-    for path in directory.iterdir():
-        if OWN_NAME.fullmatch(path.name):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    if not directory.is_symlink() and not any(directory.iterdir()):
-        directory.rmdir()
+    for path in directory.glob("step_*"):
+        shutil.rmtree(path)
 
 
 def load_checkpoint(
@@ -245,9 +237,7 @@ def _writable(final: Path) -> Iterator[None]:
     except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
         whole = (final.parent / LATEST).is_file() and latest_checkpoint(final.parent)
         left = f"{whole} is whole, and --resume goes on from it" if whole else "no earlier checkpoint is there"
-        place = next(path for path in (final.parent, *final.absolute().parents) if path.exists())
-        free = f"{shutil.disk_usage(place).free / 1e9:.1f} GB are free on its disk"
-        raise RunError(f"checkpoint {final} cannot be written: {_first_failure(error)} ({free}); {left}") from error
+        raise RunError(f"checkpoint {final} cannot be written: {_first_failure(error)}; {left}") from error
 
 
 def _first_failure(error: BaseException) -> str:
@@ -297,7 +287,7 @@ def _save_in_this_process(state: dict[str, Any], path: Path) -> None:
             module.mp = processes
 
 
-def _on_first_rank(work: Callable[[], None]) -> None:
+def on_first_rank(work: Callable[[], None]) -> None:
     """Every rank raises its error. Communication: as on_all_ranks."""
     on_all_ranks(work if dist.get_rank() == 0 else lambda: None)
 

@@ -13,16 +13,16 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.config import EmptySteps, PolicyLossConfig, Watchdog
-from megatron_rl.errors import ConfigError, EmptyStep
+from megatron_rl.errors import EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.train.checkpoints import on_first_rank
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
@@ -34,7 +34,7 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import record_of, save_rollouts
@@ -112,8 +112,6 @@ class TrainStep:
     """What one optimiser step trains on."""
 
     microbatches: Microbatches
-    num_documents: int
-    """Of all ranks."""
     rollout: int
     """The last rollout that it has samples of."""
     of_rollout: dict[str, float]
@@ -135,10 +133,6 @@ class TrainingRun:
         *,
         evaluation: Evaluation | None = None,
     ):
-        if start.stream_state is not None and options.rollouts is not None and config.docs_per_step is None:
-            raise ConfigError(
-                "the checkpoint was saved under --docs-per-step, which stops inside a rollout of its file: add --docs-per-step"
-            )
         self._documents: DocumentSteps | None = None
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
@@ -159,10 +153,10 @@ class TrainingRun:
         with (
             StopSignals() as signals,
             self._make_writer() if self._is_first_rank else contextlib.nullcontext() as self._writer,
-            make_bar(total, self._progress.num_steps) if self._is_first_rank else contextlib.nullcontext() as self._bar,
+            make_bar(total, self._progress.num_steps, is_shown=self._is_first_rank) as self._bar,
             contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
-            stop = StopRule(signals, options.max_seconds, options.target_reward, self._start.recent_rewards)
+            stop = StopRule(signals, options.target_reward, self._start.recent_rewards)
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
             else:
@@ -198,24 +192,15 @@ class TrainingRun:
                 return
             is_shown = options.show_samples and progress.num_rollouts % ROLLOUTS_BETWEEN_SAMPLES == 0
             if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
-                self._show(self._rollouts.lines_about(rollout, options.show_samples))
+                self._bar.write("\n".join(self._rollouts.lines_about(rollout, options.show_samples)), file=sys.stderr)
             headers = rollout.headers
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
             if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
-            parts = self._cut(rollout)
-            for number, (microbatches, num_documents) in enumerate(parts, 1):
-                yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
-
-    def _show(self, lines: list[str]) -> None:
-        """On the terminal, beside the bar, and in SAMPLES_FILE."""
-        say = partial(print if self._bar is None else self._bar.write, file=sys.stderr)
-        path = Path(self._options.output_dir) / SAMPLES_FILE
-        with names_what_cannot_be_written(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            for line in lines:
-                print(line, file=file)
-                say(line)
+            steps = self._cut(rollout)
+            for number, microbatches in enumerate(steps, 1):
+                yield TrainStep(microbatches, rollout.own.rollout_index, of_rollout, may_be_last=number == len(steps))
 
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
@@ -223,10 +208,10 @@ class TrainingRun:
         for step in documents.of_file(rollouts, first_rollout=num_rollouts, state=self._start.stream_state):
             of_step, last_rollout = documents.rollout_metrics(step)
             num_rollouts = max(num_rollouts, last_rollout + 1)
-            yield TrainStep(step.microbatches, step.num_documents, num_rollouts - 1, of_step, may_be_last=True)
+            yield TrainStep(step.microbatches, num_rollouts - 1, of_step, may_be_last=True)
 
-    def _cut(self, rollout: SharedRollout) -> list[tuple[Microbatches, int]]:
-        """(this rank's micro-batches, documents of all ranks) of each optimiser step on the rollout.
+    def _cut(self, rollout: SharedRollout) -> list[Microbatches]:
+        """This rank's micro-batches of each optimiser step on the rollout.
 
         A later step has the old log-probabilities of its samples, measured before the first one moves the policy. The first step
         is on-policy: its own are the old ones, its ratio is 1, and without a reader of them it costs no forward.
@@ -234,7 +219,6 @@ class TrainingRun:
         groups, options, own = self._trainer.groups, self._options, rollout.own
         if self._documents is None:
             headers_of_steps = split_into_steps(rollout.headers, options.steps_per_rollout, own.rollout_index)
-            num_documents = [len(headers) for headers in headers_of_steps]
             sample_of = {sample.index: sample for sample in own.samples}
             steps: list[Microbatches] = [
                 [
@@ -244,14 +228,13 @@ class TrainingRun:
                 for headers in headers_of_steps
             ]
         else:
-            assembled = self._documents.of_rollout(own)
-            steps, num_documents = [step.microbatches for step in assembled], [step.num_documents for step in assembled]
+            steps = [step.microbatches for step in self._documents.of_rollout(own)]
         unmeasured = [] if self._measures_first_steps else steps[:1]
         steps = [*unmeasured, *(with_old_log_probs(self._trainer, of_step) for of_step in steps[len(unmeasured) :])]
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
             self._save_rollout(rollout, samples, options.save_rollouts)
-        return list(zip(steps, num_documents, strict=True))
+        return steps
 
     def _save_rollout(self, rollout: SharedRollout, samples: list[Sample], path: str) -> None:
         """The first rank writes the samples of all data-parallel ranks, in the rollout's order. Communication: on_all_ranks'."""
@@ -266,7 +249,7 @@ class TrainingRun:
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
                 save_rollouts(path, dataclasses.replace(own, samples=whole))
 
-        on_all_ranks(write if self._is_first_rank else lambda: None)
+        on_first_rank(write)
 
     def _step(self, step: TrainStep) -> dict[str, float] | None:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
@@ -281,7 +264,6 @@ class TrainingRun:
         try:
             return self._trainer.step(
                 microbatches,
-                num_documents=step.num_documents,
                 policy_version=steps_done,
                 counts_phantoms=self._config.watchdog != Watchdog.OFF and steps_done == 0,
                 selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
@@ -319,9 +301,8 @@ class TrainingRun:
             row[SKIPPED_STEPS] = progress.skipped_steps
         if self._writer is not None:
             self._writer.write(progress.num_steps, row)
-        if self._bar is not None:
-            self._bar.set_postfix_str(describe(row), refresh=False)
-            self._bar.update()
+        self._bar.set_postfix_str(describe(row), refresh=False)
+        self._bar.update()
         self._watchdog = look(self._config.watchdog, self._watchdog, progress.num_steps, row, speaks=self._is_first_rank)
 
     def _make_writer(self) -> MetricsWriter:

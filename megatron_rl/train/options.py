@@ -29,7 +29,6 @@ from megatron_rl.validation import flag_of
 CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
-SAMPLES_FILE = "samples.txt"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
@@ -246,7 +245,6 @@ class WatchingOptions:
     target_reward: float | None = flag(
         None, "Stop when the mean reward of the last 5 rollouts is at least this.", must=Range("finite", lambda value: True)
     )
-    max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +259,7 @@ class OutputOptions:
     )
     show_samples: int = not_negative(
         0,
-        f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}.",
+        f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward.",
         without=OF_SAMPLES,
     )
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")

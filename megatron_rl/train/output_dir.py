@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.train import checkpoints
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, VOCABULARY_FILE, TrainOptions
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import CharacterVocabulary, PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
@@ -19,9 +19,9 @@ LOCK_FILE = "run.lock"
 
 def check_output_dir(options: TrainOptions) -> Iterator[str]:
     output_dir = Path(options.output_dir)
-    metrics = output_dir / METRICS_FILE
+    metrics, latest = output_dir / METRICS_FILE, output_dir / CHECKPOINT_DIRECTORY / checkpoints.LATEST
     # A run that failed before its first step has left an empty file, which may be overwritten.
-    holds_a_run = (output_dir / CHECKPOINT_DIRECTORY).is_dir() or (metrics.exists() and metrics.stat().st_size > 0)
+    holds_a_run = latest.exists() or (metrics.exists() and metrics.stat().st_size > 0)
     if holds_a_run and not (options.resume or options.overwrite):
         yield f"--output-dir {output_dir} holds a run; --resume goes on, --overwrite starts anew, or name another"
 
@@ -48,7 +48,7 @@ def take_output_dir(lock: FileLock, options: TrainOptions, task: Task) -> None:
             raise ConfigError(problems)
         if not options.resume:
             checkpoints.remove_checkpoints(output_dir / CHECKPOINT_DIRECTORY)
-            for name in (METRICS_FILE, SAMPLES_FILE, VOCABULARY_FILE):
+            for name in (METRICS_FILE, VOCABULARY_FILE):
                 (output_dir / name).unlink(missing_ok=True)
         if isinstance(task, PromptFileTask) and isinstance(task.vocabulary, CharacterVocabulary):
             path = output_dir / VOCABULARY_FILE

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
 from typing import Any
+
+from tqdm import tqdm
 
 from megatron_rl.train.writers import CLIP_FRACTION, KL, REWARD, SKIPPED_STEPS, TOKENS_PER_SECOND, WITHOUT_SIGNAL
 
@@ -20,15 +20,11 @@ SHOWN = {
 }
 
 
-def make_bar(total: int | None, initial: int) -> Any:
-    """tqdm's bar over optimiser steps, of which `initial` are done; a context of None without tqdm. total None: it has no end."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        logging.getLogger(__name__).warning("tqdm is not installed: no progress is shown; pip install tqdm")
-        return contextlib.nullcontext()
+def make_bar(total: int | None, initial: int, *, is_shown: bool) -> tqdm:
+    """A bar over optimiser steps, of which `initial` are done. total None: it has no end."""
     interval = 0.1 if sys.stderr.isatty() else 5.0
-    return tqdm(total=total, initial=initial, unit="step", file=sys.stderr, mininterval=interval, dynamic_ncols=True)
+    shown = {"file": sys.stderr, "mininterval": interval, "dynamic_ncols": True, "disable": not is_shown}
+    return tqdm(total=total, initial=initial, unit="step", **shown)
 
 
 def describe(metrics: dict[str, Any]) -> str:

@@ -6,21 +6,19 @@ It must never read a flag.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
+from megatron_rl.layout.agreement import is_lost_rank
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.ranks import initialize_ranks
@@ -45,8 +43,6 @@ from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
 from megatron_rl.validation import config_warnings
 
-T = TypeVar("T")
-
 
 def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start: Callable[[], None]) -> Outcome:
     """on_start: called when everything is ready, before the first step."""
@@ -63,13 +59,13 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
     lock = lock_of(options)  # held until this function ends
     with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
-        on_first_rank(partial(take_output_dir, lock, options, task))
+        checkpoints.on_first_rank(partial(take_output_dir, lock, options, task))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
         evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options)
         training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation)
         if options.save_rollouts is not None:
-            on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts))
+            checkpoints.on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts))
         if dist.get_rank() == 0:
             announce(options, config, trainer, changes)
         on_start()
@@ -93,12 +89,6 @@ def says_why_it_ends() -> Iterator[None]:
         raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
     finally:
         dist.destroy_process_group()
-
-
-def on_first_rank(work: Callable[[], T]) -> T:
-    """What the first rank found, on every rank; what it raised too. Communication: on_all_ranks'."""
-    is_first = os.environ["RANK"] == "0"
-    return next(found for found in on_all_ranks(lambda: [work()] if is_first else []) if found)[0]
 
 
 def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch.device) -> TrainerSettings:

@@ -1,9 +1,8 @@
-"""Decides when a run ends: a signal, the clock, the target. Ranks decide together, between rollouts; no rank stops alone."""
+"""Decides when a run ends: a signal, the target. Ranks decide together, between rollouts; no rank stops alone."""
 
 from __future__ import annotations
 
 import signal
-import time
 from collections import deque
 from collections.abc import Iterable
 from types import FrameType
@@ -47,29 +46,22 @@ class StopSignals:
 class StopRule:
     """Asks all ranks once a rollout. `reason` says why in words; `exit_code` is 0 unless a signal ended the run."""
 
-    def __init__(
-        self, signals: StopSignals, max_seconds: float | None, target_reward: float | None, recent_rewards: Iterable[float]
-    ):
+    def __init__(self, signals: StopSignals, target_reward: float | None, recent_rewards: Iterable[float]):
         self.reason: str | None = None
         self.exit_code = 0
         self.recent_rewards: deque[float] = deque(recent_rewards, maxlen=TARGET_REWARD_WINDOW)
-        self._signals, self._max_seconds, self._target_reward = signals, max_seconds, target_reward
-        self._started = time.monotonic()
+        self._signals, self._target_reward = signals, target_reward
 
     def should_stop(self, reward: float) -> bool:
-        """After a rollout of mean reward `reward`. Communication: one all-reduce of two numbers over all ranks."""
+        """After a rollout of mean reward `reward`. Communication: one all-reduce of a number over all ranks."""
         self.recent_rewards.append(reward)
         mean = sum(self.recent_rewards) / len(self.recent_rewards)
         is_mean_of_all = len(self.recent_rewards) == TARGET_REWARD_WINDOW
-        is_late = self._max_seconds is not None and time.monotonic() - self._started >= self._max_seconds
         world = world_group()
-        mine = torch.tensor([self._signals.received, int(is_late)], device=group_device(world))
-        received, is_late = all_reduce_max(mine, world).tolist()
+        received = int(all_reduce_max(torch.tensor(self._signals.received, device=group_device(world)), world))
         if received:
             self.reason = f"stopped by {signal.Signals(received).name}"
             self.exit_code = SIGNAL_EXIT_CODE + received
         elif self._target_reward is not None and is_mean_of_all and mean >= self._target_reward:
             self.reason = f"mean reward {mean:.3f} of the last {TARGET_REWARD_WINDOW} rollouts reached the target"
-        elif is_late:
-            self.reason = f"--max-seconds {self._max_seconds:g} are over"
         return self.reason is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay, TermScore
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
@@ -191,15 +191,14 @@ class PolicyTrainer:
         self,
         microbatches: Sequence[Sequence[UnweightedSample]],
         *,
-        num_documents: int | None = None,
         policy_version: int | None = None,
         counts_phantoms: bool = False,
         selection: StepSelection | None = None,
     ) -> dict[str, float]:
         """One optimiser step on this data-parallel rank's micro-batches. Every rank passes the same number; some may be empty.
 
-        num_documents: the samples of all ranks together, to check; None: not checked. policy_version: of the current policy, in the
-        unit of the samples' versions; a schedule of the learning rate takes it for the optimiser steps that are done.
+        policy_version: of the current policy, in the unit of the samples' versions; a schedule of the learning rate needs it, and
+        takes it for the optimiser steps that are done.
         counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
         selection: of these samples' tokens, in the order of the micro-batches; needed with a token_selection.
 
@@ -215,8 +214,6 @@ class PolicyTrainer:
 
         samples = [sample for of_one in microbatches for sample in of_one]
         weighted, totals = weigh_samples(self.config, samples, self.groups)
-        if num_documents not in (None, totals.num_samples):
-            raise DataError(f"{totals.num_samples} samples counted in a step assembled of {num_documents}")
         in_order = iter(weighted if selection is None else selection.applied_to(weighted))
         parts = [[next(in_order) for _ in of_one] for of_one in microbatches]
         context = StepContext(
@@ -278,8 +275,7 @@ class PolicyTrainer:
         """That of the step to come. The first step takes one part of the warm-up, and not 0."""
         if self._schedule is None:
             return self.settings.lr
-        if steps_done is None:
-            raise ConfigError("a schedule of the learning rate needs policy_version, the number of optimiser steps done")
+        assert steps_done is not None, "a schedule of the learning rate needs policy_version"
         self._schedule.num_steps = steps_done + 1
         self._schedule.step(0)
         rates: float = self.optimizer.param_groups[0]["lr"]
@@ -289,9 +285,8 @@ class PolicyTrainer:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
 
     def save_hf(self, folder: str | Path) -> None:
-        """Communication and errors: as save_hf_checkpoint. Raises ConfigError for a model that was not read from a folder."""
-        if self.settings.hf_model is None:
-            raise ConfigError("the model was not read from a Hugging Face folder, so there is no format to write it in")
+        """For a model that was read from a folder. Communication and errors: as save_hf_checkpoint."""
+        assert self.settings.hf_model is not None, "the model was not read from a folder"
         save_hf_checkpoint(self.settings.hf_model, [self.model], folder)
 
     def load(self, checkpoint: str | Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import DataError, RunError
+from megatron_rl.errors import RunError
 from megatron_rl.files.json_values import finished_lines, parse_json_line
 
 METRICS_FILE = "metrics.jsonl"
@@ -89,26 +89,16 @@ def names_what_cannot_be_written(path: str | Path, left: str = "") -> Iterator[N
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The rows of a metrics file, whose steps increase. A last line that a killed run left unfinished is dropped; another bad line
-    raises DataError."""
+    """The rows of a metrics file. A last line that a killed run left unfinished is dropped; another bad line raises DataError."""
     return [row for _, row in _rows(path)]
 
 
 def _rows(path: str | Path) -> Iterator[tuple[int, dict]]:
     """(offset behind the row, row) of each line."""
-    end, last = 0, 0
+    end = 0
     for number, line in finished_lines(path):
         end += len(line)
-        place = f"{path}, line {number}"
-        row = parse_json_line(line, place, "; delete the line or start a new run")
-        step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is not int or step <= last:
-            raise DataError(
-                f"{place}: step: {step!r} must be a whole number above {last}: two runs wrote this file, or it was edited; move it "
-                "away: the run then goes on with a new one"
-            )
-        last = step
-        yield end, row
+        yield end, parse_json_line(line, f"{path}, line {number}")
 
 
 def _plain(value: Any) -> Any:
