@@ -196,11 +196,6 @@ def copy_of(saved, folder) -> Path:
     return Path(shutil.copytree(saved / "step_00000001", folder / "step_00000001"))
 
 
-@pytest.fixture
-def copy(saved, tmp_path) -> Path:
-    return copy_of(saved, tmp_path)
-
-
 OTHER_MODELS = [
     pytest.param({"num_layers": 4}, "--num-layers 2, this run has 4", id="more layers"),
     pytest.param({"num_layers": 4, "hidden_size": 64}, "--num-layers 2, this run has 4", id="two differences, told at once"),
@@ -442,12 +437,3 @@ def test_no_checkpoint_and_a_pointer_to_nothing_are_told_apart(tmp_path):
         ConfigError, match=r"latest names step_00000007, which is not .*: it was removed,? or the copy is incomplete"
     ):
         checkpoints.latest_checkpoint(tmp_path)
-
-
-def test_a_checkpoint_of_another_program_is_told_from_ours(pool, copy):
-    """Megatron's own checkpoints have the same files: catches a bare KeyError."""
-    if "common.pt" not in os.listdir(copy):
-        pytest.skip("this Megatron-Core writes no common.pt")
-    (copy / "common.pt").write_bytes(archived({"iteration": 7}))
-    [message] = loading(pool, with_right_checksums(copy))
-    assert message.startswith("ConfigError: ") and "holds no counters and no description" in message

@@ -90,7 +90,9 @@ def save_checkpoint(
         lines = [f"{digest}  {name}\n" for name, digest in checksums.items()]
         (partial / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
         _replace_directory(final, partial)
-        _write_atomically(directory / LATEST, final.name + "\n")
+        pointer = directory / (LATEST + ".new")
+        pointer.write_text(final.name + "\n")
+        os.replace(pointer, directory / LATEST)
 
     with _writable(final):
         on_first_rank(make_empty)
@@ -253,8 +255,6 @@ def _first_failure(error: BaseException) -> str:
 
 
 def _check_description(checkpoint: Path, saved: dict[str, Any], wanted: dict[str, int]) -> None:
-    if "counters" not in saved or "description" not in saved:
-        raise ConfigError(f"{checkpoint} holds no counters and no description: it is not a checkpoint of `megatron-rl train`")
     then = saved["description"]
     problems = [
         f"{checkpoint} was saved with {flag} {then.get(flag)}, this run has {value}: give it the same"
@@ -340,9 +340,3 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
         part.load_parameter_state_from_fully_reshardable(parameters)
         for of_parameter, step_count in zip(states, step_counts, strict=True):
             of_parameter["step"] = step_count.clone()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -139,6 +139,10 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     kinds = [name for name, is_on in {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}.items() if is_on]
     head = f", {' '.join(kinds)} head" if kinds else ""
+    settings = trainer.settings
+    kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
+    experts = f" with {options.num_experts} experts" if options.num_experts else ""
+    dtype = "bfloat16" if settings.bf16 else "float32"
     samples = f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
     samples = "recorded rollouts" if options.rollouts else samples
     if config.docs_per_step is not None:
@@ -151,19 +155,11 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
         samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
     print(
         f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | "
-        f"{model_in_words(options, trainer.settings)} | {samples} | {layout}, {trainer.device.type} | "
+        f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g} | {samples} | "
+        f"{layout}, {trainer.device.type} | "
         f"megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,
         flush=True,
     )
     for line in [*lines, *config_warnings(config)]:
         logging.getLogger(__name__).warning(line)
-
-
-def model_in_words(options: TrainOptions, settings: TrainerSettings) -> str:
-    """Its kind, size and type, and the learning rate."""
-    kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
-    experts = f" with {options.num_experts} experts" if options.num_experts else ""
-    decay = "" if options.lr_decay_style == "constant" else f", {options.lr_decay_style} to {options.min_lr:g}"
-    dtype = "bfloat16" if settings.bf16 else "float32"
-    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g}{decay}"
