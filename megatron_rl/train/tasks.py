@@ -10,17 +10,10 @@ from dataclasses import dataclass, replace
 from operator import eq
 from pathlib import Path
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollouts import Prompt
-from megatron_rl.train.user_tasks import (
-    PromptFileTask,
-    RewardFunction,
-    call_reward,
-    import_reward,
-    read_prompt_file,
-    stable_integer,
-)
+from megatron_rl.train.user_tasks import PromptFileTask, RewardFunction, call_reward, read_prompt_file, stable_integer
 
 DEFAULT_TASK = "repeat"
 
@@ -91,14 +84,10 @@ def make_task(
 ) -> Task:
     """The task of --task, or of --prompts with --reward, or repeat. --reward with a built-in task replaces its reward.
 
-    hf_checkpoint: prompts are text or messages for its tokenizer, and vocab_size is the model's.
-
-    Raises: ConfigError for what was asked for, DataError for what the prompts file holds.
+    hf_checkpoint: prompts are text or messages for its tokenizer, and vocab_size is the model's. What is given is free of
+    task_problems. Raises: ConfigError for a reward that cannot be imported, DataError for what the prompts file holds.
     """
-    problems = task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens)
-    if problems:
-        raise ConfigError(problems)
-    reward_function = None if reward is None else import_reward(reward)
+    reward_function = None if reward is None else import_dotted(reward, "--reward")
     if prompts is None or reward_function is None:
         return replace(BUILT_IN_TASKS[name or DEFAULT_TASK], reward_function=reward_function)
     tokenizer = None if hf_checkpoint is None else HFTokenizer.of_folder(hf_checkpoint)
@@ -121,8 +110,6 @@ def task_problems(name: str | None, *, prompts: str | Path | None, reward: str |
         problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")
     if reward is None:
         problems.append(f"--prompts {prompts} needs --reward module.function, called as fn(prompt, response, record)")
-    if not Path(prompts).is_file():
-        problems.append(f"--prompts {prompts}: there is no such file")
     if max_new_tokens is not None and max_new_tokens < 1:
         problems.append(f"--max-new-tokens {max_new_tokens} must be at least 1")
     return problems
