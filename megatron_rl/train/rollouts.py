@@ -198,19 +198,6 @@ def mean_reward(samples: Sequence[AnySample]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def problem_of_rollouts(samples: Sequence[Sample]) -> tuple[str, str] | None:
-    """(field, what is wrong) where the samples of one rollout do not share their prompt or their reward; None: nothing."""
-    for rollout in rollouts_of(samples):
-        for name in ("prompt_id", "reward"):
-            values = sorted({getattr(sample, name) for sample in rollout})
-            if len(values) > 1:
-                return (
-                    name,
-                    f"samples of rollout {rollout[0].rollout_id!r} have {values}: its samples share one {name}",
-                )
-    return None
-
-
 def share_without_signal(samples: Sequence[SampleHeader]) -> float:
     """The share of prompt groups whose advantages are all 0, as where all their rewards are equal: they train nothing."""
     groups = prompt_groups(samples)
