@@ -25,7 +25,6 @@ from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts
-from megatron_rl.train.document_steps import size_of_steps
 from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
@@ -148,9 +147,7 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     samples = f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
     samples = "recorded rollouts" if options.rollouts else samples
     if config.docs_per_step is not None:
-        size, why = size_of_steps(options, config, groups.dp.size())
-        samples += f", {size} documents a step"
-        lines = [*why, *lines]
+        samples += f", {config.docs_per_step} documents a step or more"
     elif not options.rollouts:
         samples += f", {options.steps_per_rollout} steps a rollout"
     if options.top_p < 1.0:
