@@ -211,7 +211,7 @@ def steps_on_rank(rank, path, config, micro_batch_size):
     found = []
     with DocumentSteps(trainer, options, config) as documents:
         for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
-            metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
+            metrics = trainer.step(measured(trainer, step.microbatches))
             found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()
 
@@ -319,20 +319,6 @@ def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_
     assert progress[0] == progress[1]
     assert (progress[0].samples_seen, progress[0].num_rollouts) == (NUM_DOCUMENTS, 6)
     assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
-
-
-def count_check_on_rank(rank):
-    trainer = shared.tiny_trainer(CONFIG, vocab_size=VOCABULARY)
-    before = shared.whole([shared.weights_of(trainer)])
-    samples = make_batch(0, [[1, 2, 3, 4]]).samples
-    message = error_of(lambda: trainer.step([samples], num_documents=5))
-    return message, shared.relative_difference(shared.whole([shared.weights_of(trainer)]), before)
-
-
-def test_a_step_that_does_not_hold_the_documents_it_was_assembled_of_moves_nothing(pool):
-    """Catches a group of counting that is not the group of assembling: the step would be divided by another step's counts."""
-    [(message, moved)] = pool.run(count_check_on_rank, world_size=1)
-    assert message == "DataError: 4 samples counted in a step assembled of 5" and moved == 0.0
 
 
 def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:

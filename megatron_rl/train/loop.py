@@ -27,7 +27,7 @@ from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
     counts_kept_of_rollouts,
-    reader_of_old_log_probs,
+    reads_old_log_probs,
     selection_of,
     with_old_log_probs,
     with_ref_log_probs,
@@ -116,8 +116,6 @@ class TrainStep:
     """What one optimiser step trains on."""
 
     microbatches: Microbatches
-    num_documents: int
-    """Of all ranks."""
     rollout: int
     """The last rollout that it has samples of."""
     of_rollout: dict[str, float]
@@ -149,7 +147,7 @@ class TrainingRun:
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
         self._start, self._progress, self._run_id = start, start.progress, run_id
-        self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
+        self._measures_first_steps = reads_old_log_probs(options, config)
         self._is_first_rank = dist.get_rank() == 0
         self._watchdog = start.watchdog
         self._saved_steps = start.progress.num_steps
@@ -211,8 +209,8 @@ class TrainingRun:
             if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
-            for number, (microbatches, num_documents) in enumerate(parts, 1):
-                yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
+            for number, microbatches in enumerate(parts, 1):
+                yield TrainStep(microbatches, rollout.own.rollout_index, of_rollout, number == len(parts))
 
     def _show(self, lines: list[str]) -> None:
         """On the terminal, beside the bar, and in SAMPLES_FILE."""
@@ -229,10 +227,10 @@ class TrainingRun:
         for step in documents.of_file(rollouts, first_rollout=num_rollouts, state=self._start.stream_state):
             of_step, last_rollout = documents.rollout_metrics(step)
             num_rollouts = max(num_rollouts, last_rollout + 1)
-            yield TrainStep(step.microbatches, step.num_documents, num_rollouts - 1, of_step, may_be_last=True)
+            yield TrainStep(step.microbatches, num_rollouts - 1, of_step, may_be_last=True)
 
-    def _cut(self, rollout: SharedRollout) -> list[tuple[Microbatches, int]]:
-        """(this rank's micro-batches, documents of all ranks) of each optimiser step on the rollout.
+    def _cut(self, rollout: SharedRollout) -> list[Microbatches]:
+        """This rank's micro-batches of each optimiser step on the rollout.
 
         A later step has the old log-probabilities of its samples, measured before the first one moves the policy. The first step
         is on-policy: its own are the old ones, its ratio is 1, and without a reader of them it costs no forward.
@@ -240,7 +238,6 @@ class TrainingRun:
         groups, options, own = self._trainer.groups, self._options, rollout.own
         if self._documents is None:
             headers_of_steps = split_into_steps(rollout.headers, options.steps_per_rollout, own.rollout_index)
-            num_documents = [len(headers) for headers in headers_of_steps]
             sample_of = {sample.index: sample for sample in own.samples}
             steps: list[Microbatches] = [
                 [
@@ -250,14 +247,13 @@ class TrainingRun:
                 for headers in headers_of_steps
             ]
         else:
-            assembled = self._documents.of_rollout(own)
-            steps, num_documents = [step.microbatches for step in assembled], [step.num_documents for step in assembled]
+            steps = [step.microbatches for step in self._documents.of_rollout(own)]
         unmeasured = [] if self._measures_first_steps else steps[:1]
         steps = [*unmeasured, *(with_old_log_probs(self._trainer, of_step) for of_step in steps[len(unmeasured) :])]
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
             self._save_rollout(rollout, samples, options.save_rollouts)
-        return list(zip(steps, num_documents, strict=True))
+        return steps
 
     def _save_rollout(self, rollout: SharedRollout, samples: list[Sample], path: str) -> None:
         """The first rank writes the samples of all data-parallel ranks, in the rollout's order. Communication: on_all_ranks'."""
@@ -287,7 +283,6 @@ class TrainingRun:
         try:
             return self._trainer.step(
                 microbatches,
-                num_documents=step.num_documents,
                 policy_version=steps_done,
                 counts_phantoms=self._config.watchdog != Watchdog.OFF and steps_done == 0,
                 selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),

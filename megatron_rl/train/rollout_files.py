@@ -158,7 +158,7 @@ def _wrong(place: str, name: str, problem: str) -> DataError:
 
 def _check_fields(record: dict[str, Any], fields: dict[str, Field], place: str) -> None:
     for name, field in fields.items():
-        value = record.get(name)
+        value: Any = record.get(name)
         if value is None and field.is_optional:
             continue
         if field.of is not None and not isinstance(value, list):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay, TermScore
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
@@ -191,15 +191,14 @@ class PolicyTrainer:
         self,
         microbatches: Sequence[Sequence[UnweightedSample]],
         *,
-        num_documents: int | None = None,
         policy_version: int | None = None,
         counts_phantoms: bool = False,
         selection: StepSelection | None = None,
     ) -> dict[str, float]:
         """One optimiser step on this data-parallel rank's micro-batches. Every rank passes the same number; some may be empty.
 
-        num_documents: the samples of all ranks together, to check; None: not checked. policy_version: of the current policy, in the
-        unit of the samples' versions; a schedule of the learning rate takes it for the optimiser steps that are done.
+        policy_version: of the current policy, in the unit of the samples' versions; a schedule of the learning rate takes it for
+        the optimiser steps that are done.
         counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
         selection: of these samples' tokens, in the order of the micro-batches; needed with a token_selection.
 
@@ -215,8 +214,6 @@ class PolicyTrainer:
 
         samples = [sample for of_one in microbatches for sample in of_one]
         weighted, totals = weigh_samples(self.config, samples, self.groups)
-        if num_documents not in (None, totals.num_samples):
-            raise DataError(f"{totals.num_samples} samples counted in a step assembled of {num_documents}")
         in_order = iter(weighted if selection is None else selection.applied_to(weighted))
         parts = [[next(in_order) for _ in of_one] for of_one in microbatches]
         context = StepContext(
