@@ -141,10 +141,6 @@ def renamed(known):
     return {key.replace("layers.1.mlp.up_proj", "layers.1.mlp.wide_proj"): value for key, value in known.items()}
 
 
-def cast(dtype):
-    return lambda known: {key: value.to(dtype) for key, value in known.items()}
-
-
 REFUSED = [
     # model, settings, tensors, what is said
     ("qwen2", {"architectures": ["GPT2LMHeadModel"]}, None, "architectures=.*GPT2.* is not known here; known are LlamaForCausalLM"),
@@ -182,7 +178,6 @@ REFUSED = [
         None,
         r"6 tensors of another shape .*gate_proj.weight \(96, 64\) instead of \(100, 64\)",
     ),
-    ("qwen2", {}, cast(torch.float8_e4m3fn), "27 tensors other than BF16, .* is F8_E4M3"),
     # A wrong kind is no other number, and no list is made of a size that no model has.
     ("qwen2", {"num_hidden_layers": 10**7}, None, "num_hidden_layers=10000000 must be a whole number of 1 to 1000"),
     ("qwen2", {"hidden_size": "64"}, None, "config.json: hidden_size='64' must be a whole number of 1"),

@@ -14,7 +14,7 @@ from markdown_pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.options import TrainOptions, model_vocab_size
-from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts, record_of, recorded_vocab_size, save_rollouts
+from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts, record_of, save_rollouts
 from megatron_rl.train.rollouts import (
     RolloutBatch,
     Sample,
@@ -279,8 +279,8 @@ def test_the_model_has_the_vocabulary_of_the_recorded_rollouts(tmp_path, given, 
     path = tmp_path / "r.jsonl"
     for index in (0, 1):
         save_rollouts(path, dataclasses.replace(make_batch(["p", "p"], index), vocab_size=recorded))
-    assert recorded_vocab_size(path) == recorded == next(load_rollouts(path)).vocab_size
-    assert model_vocab_size(TrainOptions(vocab_size=given), 9, recorded_vocab_size(path)) == expected
+    found = next(load_rollouts(path)).vocab_size
+    assert found == recorded and model_vocab_size(TrainOptions(vocab_size=given), 9, found) == expected
 
 
 def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):

@@ -203,6 +203,7 @@ REJECTED = [
         "--importance-correction tis", "tis has .* with the engine .* every ratio is 1; .*--rollouts", 1, id="FB-120 one engine"
     ),
     pytest.param("--steps-per-rollout 17", "--steps-per-rollout 17 must be at most --prompts-per-rollout 16", 1, id="steps"),
+    pytest.param("--reward os.getcwd", "--reward os.getcwd needs --prompts: a built-in task has its own", 1, id="no prompts"),
     pytest.param("--rollouts none.jsonl", r"--rollouts none\.jsonl: there is no such file", 1, id="no replay file"),
     pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", r"are both here\.jsonl", 1, id="read and written"),
     pytest.param("--save-rollouts here.jsonl", r"--save-rollouts here\.jsonl exists", 1, id="rollouts of another run"),
@@ -267,7 +268,6 @@ ALLOWED = [
     pytest.param("--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased --kl-score support", 1, id="one score for both"),
     pytest.param("--sampling-support replay --kl-coefficient 1 --kl-score support --rollouts here.jsonl", 1, id="sets of a file"),
     pytest.param("--top-p 0.9 --entropy-score support --policy-metrics with_entropy", 1, id="metric over the sets"),
-    pytest.param("--task tally --reward os.getcwd", 1, id="own reward for a built-in task"),
     pytest.param("--prompts here.jsonl --reward os.getcwd --max-new-tokens 3", 1, id="own task"),
     pytest.param("--tensor-model-parallel-size 4 --sequence-parallel", 4, id="as many ranks as heads"),
     pytest.param("--vocab-size 9 --tensor-model-parallel-size 2", 2, id="odd vocabulary, which is padded"),

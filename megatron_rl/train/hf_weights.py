@@ -28,7 +28,6 @@ from megatron_rl.train.hf_model import HFModel, described
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja")
-FLOATS = ("BF16", "F16", "F32", "F64")
 # In a folder that `transformers` wrote before 4.32, and nothing to load.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 # The tensors of a parameter, by name, and their shapes. One is sharded as the parameter is. Two are [gate, up], each sharded by
@@ -135,14 +134,13 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 
 
 def check_tensors(model: HFModel, tensors: Mapping[str, Any]) -> None:
-    """Raises ConfigError for tensors that are missing, not known, or of another shape or type, from the headers alone."""
+    """Raises ConfigError for tensors that are missing, not known, or of another shape, from the headers alone."""
     wanted = {name: shape for source in sources(model).values() for name, shape in source.items()}
     unknown = [name for name in tensors if name not in wanted and not IGNORED.fullmatch(name)]
     if model.tie_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")
-    found = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in tensors.items() if name in wanted}
-    misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, (shape, _) in found.items() if shape != wanted[name]]
-    quantised = [f"{name} is {dtype}" for name, (_, dtype) in found.items() if dtype not in FLOATS]
+    found = {name: tuple(one.get_shape()) for name, one in tensors.items() if name in wanted}
+    misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in found.items() if shape != wanted[name]]
     problems = [
         f"{model.folder}: {len(names)} tensors {what} for {model.architecture} with the sizes of {CONFIG}: "
         f"{', '.join(sorted(names)[:4])}; {remedy}"
@@ -150,7 +148,6 @@ def check_tensors(model: HFModel, tensors: Mapping[str, Any]) -> None:
             ("missing", [name for name in wanted if name not in tensors], "fetch the folder again"),
             ("not known", unknown, "a variant that is not supported here: train it in miles, slime or verl"),
             ("of another shape", misshapen, f"take the {CONFIG} that belongs to these weights"),
-            (f"other than {', '.join(FLOATS)}", quantised, "take the folder of the model that is not quantised"),
         )
         if names
     ]

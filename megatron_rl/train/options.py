@@ -147,7 +147,11 @@ class RolloutOptions:
         None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.", without=OF_FOLDER
     )
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
-    reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
+    reward: str | None = flag(
+        None,
+        "Your own reward, module.function, called as fn(prompt, response, record).",
+        needs=("prompts", "a built-in task has its own"),
+    )
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")

@@ -119,11 +119,6 @@ def cut_rollouts(path: str | Path, num_rollouts: int, run_id: str | None) -> Non
         file.truncate(kept)
 
 
-def recorded_vocab_size(path: str | Path) -> int | None:
-    """Of the first rollout batch of the file; None where it has none. Raises DataError as load_rollouts."""
-    return next(load_rollouts(path)).vocab_size
-
-
 def recorded_group_size(path: str | Path) -> int:
     """The most rollouts of one prompt in the first rollout batch of the file. Raises DataError as load_rollouts."""
     first = next(load_rollouts(path))
@@ -147,7 +142,8 @@ def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterato
                 raise _wrong(place, name, "null in some samples and not in others: give it for all, or for none")
         if len({sample.index for sample in samples}) < len(samples):
             raise _wrong(place, "index", "two samples have the same: each has its own")
-        yield RolloutBatch(samples=samples, **{name: record.get(name) for name in OF_A_LINE})
+        of_line: dict[str, Any] = {name: record.get(name) for name in OF_A_LINE}
+        yield RolloutBatch(samples=samples, **of_line)
     if place is None:
         raise DataError(f"{path}: the file holds no rollout")
 

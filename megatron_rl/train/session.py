@@ -30,7 +30,7 @@ from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
 from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import cut_rollouts, recorded_vocab_size
+from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
@@ -96,7 +96,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
 def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch.device) -> TrainerSettings:
     """The options of the same names, and what follows from the task and the device."""
     given = {field.name: getattr(options, field.name) for field in fields(TrainerSettings) if hasattr(options, field.name)}
-    recorded = None if options.rollouts is None else recorded_vocab_size(options.rollouts)
+    recorded = None if options.rollouts is None else next(load_rollouts(options.rollouts)).vocab_size
     given["vocab_size"] = model_vocab_size(options, max(task.vocab_size for task in tasks), recorded)
     given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16

@@ -95,7 +95,23 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        return call_reward(self.reward_function, prompt, *self.shown(prompt, response))
+        """A finite float. An error of the user's function passes, with a note that names the prompt.
+
+        The function gets copies: a change of them affects neither training nor the next call.
+        """
+        name = name_of(self.reward_function)
+        try:
+            number = float(self.reward_function(*copy.deepcopy((*self.shown(prompt, response), prompt.record))))
+        except SystemExit as error:
+            raise RunError(
+                f"the reward {name} called sys.exit({error.code!r}): return a value or raise an error instead"
+            ) from error
+        except Exception as error:
+            error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
+            raise
+        if not math.isfinite(number):
+            raise DataError(f"the reward {name} returned {number} for prompt {prompt.prompt_id!r}, it must return a finite number")
+        return number
 
     def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
         """What the user's function sees: the response up to an end token, as text where the prompt is text or messages."""
@@ -104,24 +120,6 @@ class PromptFileTask:
         if self.vocabulary is not None and not _is_token_list(prompt.record["prompt"]):
             shown = self.vocabulary.decode(shown)
         return prompt.record["prompt"], shown
-
-
-def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, shown_response: Any) -> float:
-    """The reward as a finite float. An error of the function itself passes, with a note that names the prompt.
-
-    The function gets copies: a change of them affects neither training nor the next call.
-    """
-    name = name_of(function)
-    try:
-        number = float(function(*copy.deepcopy((shown_prompt, shown_response, prompt.record))))
-    except SystemExit as error:
-        raise RunError(f"the reward {name} called sys.exit({error.code!r}): return a value or raise an error instead") from error
-    except Exception as error:
-        error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
-        raise
-    if not math.isfinite(number):
-        raise DataError(f"the reward {name} returned {number} for prompt {prompt.prompt_id!r}, it must return a finite number")
-    return number
 
 
 def read_prompt_file(
