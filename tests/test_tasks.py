@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.train.tasks import BUILT_IN_TASKS, make_task, task_problems
+from megatron_rl.train.tasks import BUILT_IN_TASKS, make_task
 from megatron_rl.train.user_tasks import CharacterVocabulary
 
 SEEN = []
@@ -224,26 +224,3 @@ def test_a_reward_that_raises_keeps_its_error_and_names_the_prompt(tmp_path):
 def test_a_reward_that_cannot_be_imported_says_what_failed(reward, message):
     with pytest.raises(ConfigError, match=message):
         make_task(prompts="none.jsonl", reward=reward)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problems"),
-    [
-        pytest.param({"name": "copy"}, ["--task copy is unknown; built in: repeat, tally"], id="unknown task"),
-        pytest.param({"max_new_tokens": 3}, ["--max-new-tokens 3 works with --prompts alone"], id="length of built-in"),
-        pytest.param(
-            {"name": "tally", "prompts": "none.jsonl", "max_new_tokens": 0},
-            [
-                "--task tally and --prompts none.jsonl are two tasks",
-                "--prompts none.jsonl needs --reward",
-                "--max-new-tokens 0 must be at least 1",
-            ],
-            id="everything at once",
-        ),
-    ],
-)
-def test_what_is_asked_for_wrongly_is_told_all_at_once(settings, problems):
-    found = task_problems(**{"name": None, "prompts": None, "reward": None, "max_new_tokens": None, **settings})
-    assert len(found) == len(problems)
-    for problem, start in zip(found, problems, strict=True):
-        assert problem.startswith(start)

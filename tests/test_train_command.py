@@ -156,11 +156,13 @@ def fails(arguments: str, capsys) -> tuple[int, str]:
 
 def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     """FB-12, FB-74: one launch for each mistake is one queue for each. Rank 0 speaks for all; a rank that is wrong alone waits."""
-    arguments = "--task chess --loss-aggregation constant --rollouts gone.jsonl --lr 0 --clip-ratio-low 1.5 --steps-per-rollout 99"
+    arguments = (
+        "--reward os.getcwd --loss-aggregation constant --rollouts gone.jsonl --lr 0 --clip-ratio-low 1.5 --steps-per-rollout 99"
+    )
     code, message = fails(arguments, capsys)
     assert code == 2 and message.startswith("megatron-rl train: ConfigError: 5 problems:")
     for part in (
-        "--task chess is unknown; built in: repeat, tally",
+        "--reward os.getcwd needs --prompts: a built-in task has its own",
         "--loss-aggregation-divisor",
         "--rollouts gone.jsonl: there is no such file",
         "--lr 0.0 must be above 0",
@@ -299,7 +301,7 @@ def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goe
     command = Command(f"{replay} --tensor-model-parallel-size 2", tmp_path / "logs", num_ranks=2)
     assert command.wait() == [1, 1]
     for rank in (0, 1):
-        assert "DataError: r.jsonl, line 3, sample 0: tokens: 99 at token 0 must be" in command.output(rank=rank)
+        assert "DataError: r.jsonl, line 3, sample 0: tokens: 99 must be below" in command.output(rank=rank)
     assert latest_step(tmp_path / "out") == 4
     shutil.copy(rollouts, tmp_path / "r.jsonl")
     run(f"{replay} --resume", tmp_path / "logs")

@@ -204,6 +204,10 @@ REJECTED = [
     ),
     pytest.param("--steps-per-rollout 17", "--steps-per-rollout 17 must be at most --prompts-per-rollout 16", 1, id="steps"),
     pytest.param("--reward os.getcwd", "--reward os.getcwd needs --prompts: a built-in task has its own", 1, id="no prompts"),
+    pytest.param("--max-new-tokens 3", "--max-new-tokens 3 needs --prompts: a built-in", 1, id="length of a built-in task"),
+    pytest.param("--prompts a --task tally", "--task tally has no effect with --prompts: the file is", 1, id="two tasks"),
+    pytest.param("--prompts a", "--prompts a needs --reward: module.function, called as fn", 1, id="no reward"),
+    pytest.param("--max-new-tokens 0", "--max-new-tokens 0 must be at least 1", 1, id="no tokens"),
     pytest.param("--rollouts none.jsonl", r"--rollouts none\.jsonl: there is no such file", 1, id="no replay file"),
     pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", r"are both here\.jsonl", 1, id="read and written"),
     pytest.param("--save-rollouts here.jsonl", r"--save-rollouts here\.jsonl exists", 1, id="rollouts of another run"),
@@ -308,8 +312,8 @@ def test_an_output_directory_that_cannot_be_written_is_refused(monkeypatch):
     ("line", "flags"),
     [
         (
-            "--lr 0 --num-layers 0 --task a --sequence-parallel --load nowhere",
-            "--lr --num-layers --sequence-parallel --task --load",
+            "--lr 0 --num-layers 0 --prompts a --sequence-parallel --load nowhere",
+            "--lr --num-layers --prompts --sequence-parallel --load",
         ),
         pytest.param(
             "--num-attention-heads 0 --tensor-model-parallel-size 0 --pipeline-model-parallel-size 0",

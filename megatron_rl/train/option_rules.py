@@ -27,7 +27,6 @@ from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import check_output_dir, check_start, is_same_file
 from megatron_rl.train.rollout_files import recorded_group_size
-from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
 
@@ -176,10 +175,6 @@ def _is_given(options: TrainLaunch, name: str) -> bool:
     return bool(value) and (value is True or value != default)
 
 
-def check_task(options: TrainOptions) -> Iterator[str]:
-    yield from task_problems(options.task, prompts=options.prompts, reward=options.reward, max_new_tokens=options.max_new_tokens)
-
-
 def check_divisions(options: TrainOptions) -> Iterator[str]:
     for whole, part, why in DIVISIONS:
         value, divisor = getattr(options, whole), getattr(options, part)
@@ -302,7 +297,6 @@ RULES = (
     check_wandb,
     check_numbers,
     check_effects,
-    check_task,
     check_divisions,
     check_experts,
     check_steps,

@@ -88,6 +88,7 @@ not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
 OF_EXPERTS = ("num_experts", "a dense model has no experts")
 OF_FOLDER = ("hf_checkpoint", "the folder decides it")
 OF_SAMPLES = ("rollouts", "nothing is sampled")
+OF_PROMPTS = ("prompts", "a built-in task has its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +145,22 @@ class RolloutOptions:
 
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
     task: str | None = flag(
-        None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.", without=OF_FOLDER
+        None,
+        "Built-in task. Unset without --prompts: repeat.",
+        choices=tuple(BUILT_IN_TASKS),
+        without=("prompts", "the file is the task"),
     )
-    prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
+    prompts: str | None = flag(
+        None,
+        'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.',
+        needs=("reward", "module.function, called as fn(prompt, response, record)"),
+    )
     reward: str | None = flag(
         None,
         "Your own reward, module.function, called as fn(prompt, response, record).",
-        needs=("prompts", "a built-in task has its own"),
+        needs=OF_PROMPTS,
     )
-    max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
+    max_new_tokens: int | None = count(None, "Longest response to a prompt of --prompts. Unset: 16.", needs=OF_PROMPTS)
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     advantage_normalization: str = flag(

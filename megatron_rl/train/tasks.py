@@ -80,32 +80,12 @@ def make_task(
 ) -> Task:
     """The task of --task, or of --prompts with --reward, or repeat.
 
-    hf_checkpoint: prompts are text or messages for its tokenizer, and vocab_size is the model's. What is given is free of
-    task_problems. Raises: ConfigError for a reward that cannot be imported, DataError for what the prompts file holds.
+    hf_checkpoint: prompts are text or messages for its tokenizer, and vocab_size is the model's.
+
+    Raises: ConfigError for a reward that cannot be imported, DataError for what the prompts file holds.
     """
     if prompts is None or reward is None:
         return BUILT_IN_TASKS[name or DEFAULT_TASK]
     reward_function = import_dotted(reward, "--reward")
     tokenizer = None if hf_checkpoint is None else HFTokenizer.of_folder(hf_checkpoint)
     return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, tokenizer=tokenizer, vocab_size=vocab_size)
-
-
-def task_problems(name: str | None, *, prompts: str | Path | None, reward: str | None, max_new_tokens: int | None) -> list[str]:
-    """Each problem of the flags that name a task, one line each. Nothing is read or imported."""
-    problems = []
-    if name is not None and name not in BUILT_IN_TASKS:
-        problems.append(
-            f"--task {name} is unknown; built in: {', '.join(BUILT_IN_TASKS)}. For a task of your own: --prompts FILE "
-            "and --reward module.function"
-        )
-    if prompts is None:
-        if max_new_tokens is not None:
-            problems.append(f"--max-new-tokens {max_new_tokens} works with --prompts alone: a built-in task has its own")
-        return problems
-    if name is not None:
-        problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")
-    if reward is None:
-        problems.append(f"--prompts {prompts} needs --reward module.function, called as fn(prompt, response, record)")
-    if max_new_tokens is not None and max_new_tokens < 1:
-        problems.append(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    return problems
