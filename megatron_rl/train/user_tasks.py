@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from megatron_rl.errors import ConfigError, DataError, RunError, name_of
-from megatron_rl.files.json_values import numbered_lines, parse_json_line, read_saved
+from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollouts import Prompt
 
@@ -54,7 +54,7 @@ class CharacterVocabulary:
 
     def check_saved(self, path: str | Path) -> None:
         """ConfigError unless the file holds this vocabulary: with another, a checkpoint's token ids mean other characters."""
-        saved = read_saved(path, "characters")
+        saved = json.loads(Path(path).read_text())["characters"]
         if saved != self.characters:
             raise ConfigError(
                 f"{path} holds the characters {saved!r}, the prompts file has {self.characters!r}: the checkpoint's "
