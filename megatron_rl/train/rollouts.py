@@ -24,8 +24,6 @@ DEVIATION_FLOOR = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What the policy is asked."""
-
     prompt_id: str
     """The name of the prompt group; each prompt of a run has its own."""
     tokens: list[int]
@@ -59,7 +57,6 @@ class Sample:
     loss_mask: Tensor
     """[response_length] bool, True where a token is trained on."""
     reward: float
-    """What the task gave the response."""
     advantage: float
     """The reward relative to its prompt group."""
     old_log_probs: Tensor | None
@@ -130,7 +127,6 @@ class SampleHeader:
     advantage: float
     dp_rank: int
     rollout_id: str | int | None = None
-    """None: the sample is a rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,6 @@ class BuiltInTask:
     max_new_tokens: int
     """Sampling stops after this number of tokens, and after each of end_tokens."""
     smallest_symbol: int = 0
-    """Of a prompt."""
     end_tokens: tuple[int, ...] = ()
 
     max_prompt_tokens = 2
