@@ -22,7 +22,6 @@ import contextlib
 import datetime
 import itertools
 import logging
-import math
 import queue
 import threading
 import weakref
@@ -170,13 +169,6 @@ class Deal:
         """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
         shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
         return [self.cut_share(share) for share in shares]
-
-    def documents_of_a_step(self, settings: AccumulationSettings, group_size: int | None) -> int:
-        """A step of equal prompt groups holds a multiple of this number of documents. A round takes a micro-batch of each rank;
-        where groups stay whole, rounds go on until a micro-batch and a group end together. group_size None: groups of one."""
-        group = 1 if group_size is None else group_size
-        micro_batch = group if self.micro_batch_size is None else self.micro_batch_size
-        return self.dp_size * (math.lcm(micro_batch, group) if settings.keep_prompt_groups else micro_batch)
 
     def cut_share(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """The micro-batches of one rank's prompt groups."""

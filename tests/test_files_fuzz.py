@@ -22,7 +22,6 @@ from forked import forked
 from safetensors.torch import save
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.train.hf_tokenizer import end_tokens_of
 from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.user_tasks import _read_records
@@ -101,7 +100,6 @@ FOLDER: dict[str, tuple[bytes, Change]] = {
         json.dumps({"weight_map": {f"{name}.weight": "model.safetensors" for name in SHAPES}}).encode(),
         of_json,
     ),
-    "generation_config.json": (b'{"eos_token_id": [0, 1], "do_sample": true}', of_json),
     "model.safetensors": (
         save({f"{name}.weight": torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}),
         with_bytes_changed,
@@ -110,7 +108,6 @@ FOLDER: dict[str, tuple[bytes, Change]] = {
 
 
 def read_model() -> None:
-    end_tokens_of(Path(), 0)
     read_hf_model("")
 
 

@@ -44,7 +44,7 @@ from megatron_rl.testing.reference import (
     scale_of_terms,
     scores_of,
 )
-from megatron_rl.train.collection import reader_of_old_log_probs
+from megatron_rl.train.collection import reads_old_log_probs
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
 from megatron_rl.train.session import announce
@@ -79,7 +79,7 @@ class Passes:
 def run_on_rank(rank, output_dir, config, options, settings=None, measures_all=False):
     """(forward passes by method, final weights) of a run. measures_all: with the forward that the first steps do without."""
     passes = Passes()
-    patch = mock.patch("megatron_rl.train.loop.reader_of_old_log_probs", lambda *_: "the test")
+    patch = mock.patch("megatron_rl.train.loop.reads_old_log_probs", lambda *_: True)
     with patch if measures_all else contextlib.nullcontext():
         _, weights = run_loop(output_dir, config, options, settings=settings, on_trainer=passes.watch)
     return dict(passes.of_method), weights
@@ -105,32 +105,31 @@ def test_the_first_step_of_a_rollout_has_no_forward_of_its_own(pool, tmp_path, c
 DPPO = replace(GRPO, policy_loss="dppo_tv")
 DELTA = replace(GRPO, off_policy_sequence_delta=0.1)
 READERS = [
-    pytest.param(GRPO, {"save_rollouts": "saved.jsonl"}, {}, "--save-rollouts", id="a file of rollouts"),
-    pytest.param(GRPO, {"router_replay": "old_log_probs"}, EXPERTS, "--router-replay old_log_probs", id="routes of that forward"),
-    pytest.param(DPPO, {}, {}, "--policy-loss dppo_tv", id="a ratio to the sampler"),
-    pytest.param(DELTA, {}, {}, "--off-policy-sequence-delta", id="off-policy sequences"),
+    pytest.param(GRPO, {"save_rollouts": "saved.jsonl"}, {}, id="a file of rollouts"),
+    pytest.param(GRPO, {"router_replay": "old_log_probs"}, EXPERTS, id="routes of that forward"),
+    pytest.param(DPPO, {}, {}, id="a ratio to the sampler"),
+    pytest.param(DELTA, {}, {}, id="off-policy sequences"),
 ]
 
 
-@pytest.mark.parametrize(("config", "options", "experts", "reader"), READERS)
-def test_what_reads_old_log_probs_before_the_step_keeps_the_forward(pool, tmp_path, config, options, experts, reader):
+@pytest.mark.parametrize(("config", "options", "experts"), READERS)
+def test_what_reads_old_log_probs_before_the_step_keeps_the_forward(pool, tmp_path, config, options, experts):
     options = {"num_rollouts": 1, "steps_per_rollout": 2, **options}
     if "save_rollouts" in options:
         options["save_rollouts"] = str(tmp_path / options["save_rollouts"])
     [(passes, _)] = pool.run(run_on_rank, tmp_path / "run", config, options, {"experts": experts}, world_size=1)
     assert passes["step"] == passes["log_probs"] == 2
-    assert reader_of_old_log_probs(TrainOptions(**options), config) == reader
 
 
 def test_nothing_else_reads_them():
     """A recorded file has the sampler's log-probabilities; a correction, a KL term and R3 read nothing before the step."""
     corrected = replace(GRPO, importance_correction="tis", off_policy_sequence_delta=0.1, kl_coefficient=0.1)
-    assert reader_of_old_log_probs(TrainOptions(), GSPO) is None
-    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl", router_replay="rollout"), corrected) is None
+    assert not reads_old_log_probs(TrainOptions(), GSPO)
+    assert not reads_old_log_probs(TrainOptions(rollouts="r.jsonl", router_replay="rollout"), corrected)
     dropped = replace(corrected, rejected_tokens="dropped", loss_aggregation="sample_mean")
-    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl"), dropped) is None
+    assert not reads_old_log_probs(TrainOptions(rollouts="r.jsonl"), dropped)
     counted_before = replace(dropped, loss_aggregation="prompt_mean")
-    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl"), counted_before) == "--rejected-tokens dropped"
+    assert reads_old_log_probs(TrainOptions(rollouts="r.jsonl"), counted_before)
 
 
 def announced_on_rank(rank, options, configs) -> list[str]:
@@ -160,7 +159,7 @@ def test_the_start_line_says_what_is_kept_and_over_what_the_scores_are(pool):
     )
     for line, rest in zip(lines, rests, strict=True):
         assert f"{part}{rest} |" in line
-    assert reader_of_old_log_probs(TrainOptions(top_p=0.8), DPPO) is None
+    assert not reads_old_log_probs(TrainOptions(top_p=0.8), DPPO)
 
 
 # Which numbers

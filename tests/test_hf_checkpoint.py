@@ -13,7 +13,6 @@ from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, res
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.rotary import Llama3, Rotary
 from megatron_rl.testing.layout_step import Layout
-from megatron_rl.train import hf_weights
 from megatron_rl.train.hf_weights import INDEX, build_hf_model, read_hf_model, save_hf_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
@@ -142,10 +141,6 @@ def renamed(known):
     return {key.replace("layers.1.mlp.up_proj", "layers.1.mlp.wide_proj"): value for key, value in known.items()}
 
 
-def cast(dtype):
-    return lambda known: {key: value.to(dtype) for key, value in known.items()}
-
-
 REFUSED = [
     # model, settings, tensors, what is said
     ("qwen2", {"architectures": ["GPT2LMHeadModel"]}, None, "architectures=.*GPT2.* is not known here; known are LlamaForCausalLM"),
@@ -183,14 +178,8 @@ REFUSED = [
         None,
         r"6 tensors of another shape .*gate_proj.weight \(96, 64\) instead of \(100, 64\)",
     ),
-    ("qwen2", {}, cast(torch.float8_e4m3fn), "27 tensors other than BF16, .* is F8_E4M3"),
-    # A wrong kind is no other number, and no list is made of a size that the weights do not have.
-    (
-        "qwen2",
-        {"num_hidden_layers": 10**7},
-        None,
-        "num_hidden_layers=10000000 must be a whole number of 1 to 27: the weights hold",
-    ),
+    # A wrong kind is no other number, and no list is made of a size that no model has.
+    ("qwen2", {"num_hidden_layers": 10**7}, None, "num_hidden_layers=10000000 must be a whole number of 1 to 1000"),
     ("qwen2", {"hidden_size": "64"}, None, "config.json: hidden_size='64' must be a whole number of 1"),
     ("qwen2", {"num_attention_heads": None}, None, "config.json has no 'num_attention_heads'"),
     ("qwen2", {"rms_norm_eps": -1.0}, None, "rms_norm_eps=-1.0 must be a number above 0"),
@@ -234,26 +223,22 @@ def test_what_is_not_said_has_the_default_of_transformers(checkpoints, tmp_path)
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": "../model.safetensors"}, "weight_map has '../model.safetensors': it must be a .safetensors file beside the index"),
-        ({"a": 3}, "weight_map has 3: it must be"),
+        ({"a": 3}, "3 cannot be read: .*; fetch the folder again"),
         ({"a": "none.safetensors"}, "none.safetensors cannot be read: .*; fetch the folder again"),
     ],
-    ids=["above", "a number", "no file"],
+    ids=["a number", "no file"],
 )
-def test_an_index_names_files_beside_itself(checkpoints, tmp_path, weight_map, message):
+def test_an_index_names_files(checkpoints, tmp_path, weight_map, message):
     folder = changed(checkpoints["llama"][0], tmp_path, {})
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert re.search(message, error_of(lambda: read_hf_model(folder)))
 
 
-def test_a_folder_without_weights_or_settings_is_refused(checkpoints, tmp_path, monkeypatch):
-    fetch = "`hf download OWNER/NAME --local-dir models/Qwen3` fetches one"
-    assert f"there is no such folder; {fetch}" in error_of(lambda: read_hf_model("models/Qwen3"))
+def test_a_folder_without_weights_or_settings_is_refused(checkpoints, tmp_path):
+    assert "no folder of a Hugging Face checkpoint" in error_of(lambda: read_hf_model("models/Qwen3"))
     assert "config.json cannot be read" in error_of(lambda: read_hf_model(tmp_path))
     (tmp_path / "config.json").write_bytes((checkpoints["llama"][0] / "config.json").read_bytes())
-    assert f"has neither model.safetensors nor {INDEX}: weights in pickles" in error_of(lambda: read_hf_model(tmp_path))
-    monkeypatch.setattr(hf_weights, "find_spec", lambda name: None)
-    assert "needs safetensors and transformers: pip install safetensors" in error_of(lambda: read_hf_model(tmp_path))
+    assert "model.safetensors cannot be read: No such file" in error_of(lambda: read_hf_model(tmp_path))
 
 
 def refusal_of_length_on_rank(rank, folder, longest):

@@ -12,7 +12,6 @@ from helpers import error_of, pool_of
 from trainer_cases import CP, PP, TP, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError
 from megatron_rl.train.collection import SampledRollouts
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import record_of
@@ -118,10 +117,3 @@ def test_a_reward_that_fails_on_one_rank_ends_all_of_them_with_its_words(pool, t
     (_, first), (_, second) = pool.run(get_on_rank, write_prompts(tmp_path), reward, world_size=2, **{TP: 2})
     assert first.startswith(own)
     assert second.startswith("RunError: rank 0: ") and heard in second
-
-
-def test_a_module_of_rewards_that_exits_is_refused(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ConfigError, match=r"--reward 'exits\.f': importing the module raised SystemExit: 0"):
-        make_task("repeat", reward="exits.f")

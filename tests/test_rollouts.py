@@ -14,7 +14,7 @@ from markdown_pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.options import TrainOptions, model_vocab_size
-from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts, record_of, recorded_vocab_size, save_rollouts
+from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts, record_of, save_rollouts
 from megatron_rl.train.rollouts import (
     RolloutBatch,
     Sample,
@@ -181,42 +181,39 @@ def without(name: str) -> dict:
 
 
 BAD_SAMPLES = [
-    pytest.param(without("reward"), "reward: missing; a sample is an object with prompt_id", id="missing field"),
-    pytest.param("text", "prompt_id: missing", id="not an object"),
+    pytest.param(without("reward"), "reward: None must be a finite number", id="missing field"),
     *(
         pytest.param(sample_record(**fields), message, id=message[:30])
         for fields, message in (
             ({"prompt_id": 3}, "prompt_id: 3 must be a string"),
             ({"index": -1}, "index: -1 must be an integer of at least 0"),
             ({"index": 10**400}, "index: 10+ must be an integer"),
-            ({"tokens": [8, 9, 1, 2]}, r"tokens: 9 at token 1 must be an id in \[0, 9\), the vocabulary .* type the --vocab-size"),
-            ({"tokens": [8, True, 1, 2]}, "tokens: must be a list with an id"),
+            ({"tokens": [8, 9, 1, 2]}, r"tokens: 9 must be below 9, the vocabulary .* type the --vocab-size"),
+            ({"tokens": [8, True, 1, 2]}, "tokens: True must be an integer"),
             ({"tokens": "8 3"}, "tokens: must be a list"),
+            ({"tokens": [8, 2**63, 1, 2]}, "tokens: 9223372036854775808 must be below"),
             ({"response_length": 0, "loss_mask": []}, "response_length: 0 .* empty response"),
             (
                 {"response_length": 4, "loss_mask": [1] * 4, "old_log_probs": None},
                 "response_length: 4 of 4 tokens leaves",
             ),
             ({"loss_mask": [1]}, "loss_mask: 1 values for a response of 2"),
-            ({"loss_mask": [1, 2]}, "loss_mask: 2 at response token 1 must be 0 or 1"),
+            ({"loss_mask": [1, 2]}, "loss_mask: 2 must be 0 or 1"),
             ({"reward": math.nan}, "reward: nan must be a finite number"),
             ({"reward": "1"}, "reward: '1' must be a finite number"),
             ({"reward": -(10**400)}, "reward: -10+ must be a finite number"),
             ({"old_log_probs": [-1.0]}, "old_log_probs: 1 values for a response of 2 tokens"),
-            ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf at response token 1 must be a finite number, at most 0"),
-            ({"rollout_log_probs": [math.nan, -1.0]}, "rollout_log_probs: nan at response token 0"),
-            ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 at response token 0"),
+            ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf must be a finite number, at most 0"),
+            ({"rollout_log_probs": [math.nan, -1.0]}, "rollout_log_probs: nan must be"),
+            ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 must be"),
+            ({"old_log_probs": ["a", -1.0], "loss_mask": [0, 1]}, ".*str"),
             ({"policy_version": 1.5}, "policy_version: 1.5 must be the steps"),
-            ({"kept_ids": [[1, 2]]}, "kept_ids: must be null, or a list of ids for each of 2 response tokens"),
-            ({"kept_ids": [[1], [2.0]]}, "kept_ids: must be null, or a list"),
-            (
-                {"kept_ids": [[1, 3], [0, 3]]},
-                "kept_ids: the set of response token 1 must hold the token, 2",
-            ),
-            ({"kept_ids": [[1, 9], [2]]}, r"kept_ids: the set of response token 0 .* all in \[0, 9\)"),
-            ({"kept_ids": [[1], [2, -1]]}, "kept_ids: the set of response token 1"),
-            ({"kept_ids": [[1], [2, 0, 2]]}, "kept_ids: the set of response token 1 .* each id once"),
-            ({"kept_mass": [0.5, 0.0]}, "kept_mass: 0.0 at response token 1 must be above 0 and at most 1"),
+            ({"kept_ids": [[1, 2]]}, "kept_ids: 1 values for a response of 2 tokens"),
+            ({"kept_ids": [1, 2]}, "kept_ids: 1 must be a list of ids"),
+            ({"kept_ids": [[1], [2.0]]}, "sampling support: ids must be a vector of torch.int32"),
+            ({"kept_mass": [0.5, 0.0]}, "kept_mass: 0.0 must be above 0 and at most 1"),
+            ({"rollout_id": 1.5}, "rollout_id: 1.5 must be a string or an integer"),
+            ({"routes": [[[0, 1], [1]]]}, "expected sequence of length 2"),
         )
     ),
 ]
@@ -253,19 +250,18 @@ BAD_FILES = [
     pytest.param("[" * 300_000 + "\n", "line 1: .*lists or objects that are nested too deeply", id="nested"),
     pytest.param("[]\n", "line 1: a line must be an object", id="not an object"),
     pytest.param('{"samples": []}\n', "line 1: rollout_index", id="no index"),
-    pytest.param(line_of(), "line 1: samples: .* at least one", id="no samples"),
+    pytest.param(line_of("text"), "line 1: samples: 'text' must be an object", id="not an object: a sample"),
     pytest.param("", "the file holds no rollout", id="empty file"),
     pytest.param(line_of(sample_record())[:-2] + ', "vocab_size": 0}\n', "line 1: vocab_size: 0 must be", id="no vocabulary"),
-    pytest.param(line_of(sample_record(), index=5) * 2, "line 2: rollout_index: 5 follows 5: give two runs a", id="two runs"),
     (
         line_of(sample_record(index=3), sample_record(), sample_record(index=3)),
-        "line 1, sample 2: index: 3 is taken by sample 0: each has its own",
+        "line 1: index: two samples have the same: each has its own",
     ),
     (
-        line_of(sample_record(), sample_record(old_log_probs=None)),
-        "line 1, sample 1: old_log_probs: null here and not in others: give it for all, or for none",
+        line_of(sample_record(), sample_record(index=1, old_log_probs=None)),
+        "line 1: old_log_probs: null in some samples and not in others: give it for all, or for none",
     ),
-    (line_of(sample_record(kept_ids=[[1], [2]]), sample_record()), "line 1, sample 1: kept_ids: null here"),
+    (line_of(sample_record(kept_ids=[[1], [2]]), sample_record()), "line 1: kept_ids: null in some"),
 ]
 
 
@@ -283,22 +279,15 @@ def test_the_model_has_the_vocabulary_of_the_recorded_rollouts(tmp_path, given, 
     path = tmp_path / "r.jsonl"
     for index in (0, 1):
         save_rollouts(path, dataclasses.replace(make_batch(["p", "p"], index), vocab_size=recorded))
-    assert recorded_vocab_size(path) == recorded == next(load_rollouts(path)).vocab_size
-    assert model_vocab_size(TrainOptions(vocab_size=given), 9, recorded_vocab_size(path)) == expected
-
-
-def test_a_batch_that_could_not_be_loaded_is_not_written(tmp_path):
-    bad = RolloutBatch(samples=[make_sample(0, reward=math.nan)], rollout_index=3)
-    with pytest.raises(DataError, match="rollout 3, sample 0: reward: nan"):
-        save_rollouts(tmp_path / "r.jsonl", bad)
-    assert not (tmp_path / "r.jsonl").exists()
-    with pytest.raises(DataError, match=r"r\.jsonl cannot be read"):
-        next(load_rollouts(tmp_path / "r.jsonl"))
+    found = next(load_rollouts(path)).vocab_size
+    assert found == recorded and model_vocab_size(TrainOptions(vocab_size=given), 9, found) == expected
 
 
 def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
     """It is not read, and a resumed run cuts it, with the rollouts that it will write again (FB-90)."""
     path = tmp_path / "r.jsonl"
+    with pytest.raises(DataError, match=r"r\.jsonl cannot be read"):
+        next(load_rollouts(path))
     cut_rollouts(path, 2)
     assert not path.exists()
     batches = [make_batch(["a"], rollout_index=index) for index in range(4)]
@@ -307,10 +296,9 @@ def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
     whole = path.read_bytes()
     for rest in (b'{"rollout', whole.splitlines()[0]):  # cut within the line, and before its end alone
         path.write_bytes(whole + rest)
+        assert records(load_rollouts(path)) == records(batches)
         cut_rollouts(path, 4)
         assert path.read_bytes() == whole
-    path.write_bytes(whole + b'{"rollout')
-    assert records(load_rollouts(path)) == records(batches)
     cut_rollouts(path, 2)
     save_rollouts(path, batches[2])
     assert records(load_rollouts(path)) == records(batches[:3])
@@ -347,22 +335,6 @@ def test_the_samples_of_a_rollout_go_to_one_rank_and_one_micro_batch(dp_size, si
                 places.setdefault(header.rollout_id, set()).add((rank, number))
     assert {name: len(found) for name, found in places.items()} == dict.fromkeys("ABCD", 1)
     assert sorted(header.index for of_rank in parts for part in of_rank for header in part) == list(range(6))
-
-
-WRONG_ROLLOUTS = [
-    ({"reward": 0.5}, r"reward: samples of rollout 'A' have \[0.5, 1.0\]: its samples share one reward"),
-    ({"prompt_id": "q"}, r"prompt_id: samples of rollout 'A' have \['p', 'q'\]"),
-    ({"rollout_id": None}, "rollout_id: null here and not in others"),
-    ({"rollout_id": 1.5}, "rollout_id: 1.5 must be a string or an integer"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG_ROLLOUTS)
-def test_samples_that_make_no_rollout_are_refused(tmp_path, change, message):
-    samples = rows_of_rollouts()
-    samples[2] = dataclasses.replace(samples[2], **change)
-    with pytest.raises(DataError, match=message):
-        save_rollouts(tmp_path / "r.jsonl", RolloutBatch(samples=samples, rollout_index=0))
 
 
 def test_a_file_keeps_the_rollouts_of_its_samples(tmp_path):

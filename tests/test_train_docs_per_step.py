@@ -21,11 +21,10 @@ from test_train_command import Command, imported_megatron, in_an_empty_directory
 
 from megatron_rl.accumulation import Deal
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 from megatron_rl.train.collection import with_ref_log_probs
-from megatron_rl.train.document_steps import DocumentSteps, size_of_steps, stream_of_rank
+from megatron_rl.train.document_steps import DocumentSteps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts
@@ -98,8 +97,7 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
     assert len(rows) == 10 and [row["num_documents"] for row in rows] == [8] * 9 + [4]
     assert len({row["num_tokens"] for row in rows}) > 3 and "policy/entropy" in rows[0]
     assert shared.unlike_metrics(shared.metrics_of("out"), rows) == []
-    assert "recorded rollouts, 8 documents a step" in one.output()
-    assert "prompt groups of 1 data-parallel ranks end together every 4 documents" in one.output()
+    assert "recorded rollouts, 7 documents a step or more" in one.output()
     assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
     assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
     assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
@@ -118,40 +116,6 @@ def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks(pool, tmp_p
     rows = shared.metrics_of(tmp_path / "out")
     assert [row["rollout/response_length"] for row in rows] == [30.0] * 2 + [12.0] * 2
     assert [row["rollout/groups_without_signal"] for row in rows] == [0.0] * 2 + [0.5] * 2
-
-
-def steps_of_a_rollout_on_rank(rank, cases):
-    """[(documents of each step of a rollout, what is announced)] of each case."""
-    found, trainer = [], shared.tiny_trainer(CONFIG, vocab_size=VOCABULARY)
-    for num_prompts, group_size, micro_batch_size, docs, keeps in cases:
-        config = replace(CONFIG, docs_per_step=docs, samples_per_prompt=group_size, allow_partial_prompt_groups=not keeps)
-        config = replace(config, loss_aggregation="sample_mean")
-        options = TrainOptions(micro_batch_size=micro_batch_size, prompts_per_rollout=num_prompts)
-        with DocumentSteps(trainer, options, config) as steps:
-            dp = trainer.groups.dp  # whole prompts go to its ranks in turn
-            own = make_batch(0, [[2] * group_size for _ in range(num_prompts)[dp.rank() :: dp.size()]])
-            sizes = [step.num_documents for step in steps.of_rollout(own)]
-        found.append((sizes, size_of_steps(options, config, resolve_groups().dp.size())))
-    return found
-
-
-# prompts, samples of each, --micro-batch-size, --docs-per-step, whether groups stay whole
-STEP_SIZES = [
-    *((12, 8, 3, 20, True), (12, 8, 3, 24, True), (12, 4, 2, 7, True), (12, 4, None, 7, True), (5, 4, 3, 8, True)),
-    *((12, 3, 4, 5, True), (6, 4, 8, 8, True), (12, 8, 3, 20, False), (12, 4, None, 8, False), (3, 4, 1, 5, True)),
-]
-
-
-@pytest.mark.parametrize("dp_size", [1, 2])
-def test_the_size_of_a_step_is_the_one_that_is_announced(pool, dp_size):
-    """20 documents in micro-batches of 3 and prompt groups of 8 are steps of 24 on one rank and of 48 on two."""
-    found = pool.run(steps_of_a_rollout_on_rank, STEP_SIZES, world_size=dp_size)[0]
-    for case, (sizes, (announced, lines)) in zip(STEP_SIZES, found, strict=True):
-        assert set(sizes[:-1]) <= {announced} and sizes[-1] <= announced and sizes[0] == announced, (case, sizes, announced)
-        assert sum(sizes) == case[0] * case[1] and bool(lines) == (announced != case[3])
-    if dp_size == 2:
-        size, [line] = found[0][1]
-        assert size == 48 and line.startswith("--docs-per-step 20 makes steps of 48 documents: ")
 
 
 @pytest.fixture(scope="module")

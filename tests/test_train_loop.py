@@ -189,7 +189,7 @@ def test_headers_and_metrics_are_equal_on_all_ranks_and_samples_on_those_of_a_da
 def test_a_rollout_file_that_starts_elsewhere_is_refused(recorded, tmp_path):
     """A run that is resumed with the file of another would train on rollouts twice, or on none of the first ones."""
     (tmp_path / "r.jsonl").write_text("".join(recorded[0].read_text().splitlines(keepends=True)[1:]))
-    trainer = SimpleNamespace(route_shape=None, settings=SimpleNamespace(vocab_size=9), groups=SimpleNamespace(dp=SINGLE))
+    trainer = SimpleNamespace(settings=SimpleNamespace(vocab_size=9), groups=SimpleNamespace(dp=SINGLE))
     with pytest.raises(DataError, match=r"r\.jsonl holds rollout 1 where rollout 0 is due: it was cut or edited"):
         ReplayedRollouts(TrainOptions(rollouts=str(tmp_path / "r.jsonl")), trainer).get(0)
 

@@ -181,7 +181,6 @@ def test_an_unknown_preset_is_refused(line, capsys):
 
 # Rules
 
-KL_COV = "--token-selection kl_cov --token-selection-share 0.1"
 REJECTED = [
     # line, what the message says
     pytest.param("--num-rollouts 0", "--num-rollouts 0 must be at least 1", id="count of zero"),
@@ -200,7 +199,18 @@ REJECTED = [
     pytest.param(
         "--output-dir started", "started holds a run; --resume goes on, --overwrite starts", id="taken, no checkpoint yet"
     ),
-    pytest.param(f"{KL_COV} --steps-per-rollout 1", "kl_cov has no effect with one optimiser step a rollout", id="no penalty"),
+    pytest.param("--reward os.getcwd", "--reward os.getcwd needs --prompts: a built-in task has its own", id="no prompts"),
+    pytest.param("--max-new-tokens 3", "--max-new-tokens 3 needs --prompts: a built-in", id="length of a built-in task"),
+    pytest.param("--prompts a --task tally", "--task tally has no effect with --prompts: the file is", id="two tasks"),
+    pytest.param("--prompts a", "--prompts a needs --reward: module.function, called as fn", id="no reward"),
+    pytest.param("--max-new-tokens 0", "--max-new-tokens 0 must be at least 1", id="no tokens"),
+    pytest.param(
+        "--importance-correction tis", "tis has .* with the engine .* every ratio is 1; .*--rollouts", id="FB-120 one engine"
+    ),
+    pytest.param(
+        "--off-policy-sequence-delta 0.1 --steps-per-rollout 1", "no effect with one optimiser step", id="FB-120 the policy itself"
+    ),
+    pytest.param("--off-policy-sequence-delta 0.1 --docs-per-step 128", "no effect with one optimiser step", id="step of docs"),
     pytest.param("--top-p 0", r"--top-p 0\.0 must be above 0 and at most 1; 1 turns it off", id="nothing kept"),
     pytest.param("--top-p 1.5", r"--top-p 1\.5 must be above 0 and at most 1", id="more than all"),
     pytest.param("--top-p 0.9 --sampling-support refuse", "with --sampling-support refuse: .* is off by", id="sets refused"),
@@ -241,10 +251,9 @@ ALLOWED = [
     pytest.param("--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased --kl-score support", id="one score for both"),
     pytest.param("--sampling-support replay --kl-coefficient 1 --kl-score support --rollouts here.jsonl", id="sets of a file"),
     pytest.param("--top-p 0.9 --entropy-score support --policy-metrics with_entropy", id="metric over the sets"),
-    pytest.param("--task tally --reward os.getcwd", id="own reward for a built-in task"),
     pytest.param("--prompts here.jsonl --reward os.getcwd --max-new-tokens 3", id="own task"),
-    pytest.param(KL_COV, id="a penalty from the second step on"),
-    pytest.param(f"{KL_COV} --steps-per-rollout 1 --rollouts here.jsonl", id="a penalty towards another policy"),
+    pytest.param("--off-policy-sequence-delta 0.1", id="two steps unless told"),
+    pytest.param("--importance-correction tis --off-policy-sequence-delta 0.1 --rollouts here.jsonl", id="another engine"),
     pytest.param("--docs-per-step 64 --preset demo", id="documents with the steps of a preset"),
     pytest.param("--docs-per-step 8 --prompts-per-rollout 1", id="a rollout of one prompt"),
     pytest.param("--docs-per-step many", id="no number, which the rules of the loss tell"),
@@ -263,9 +272,9 @@ def test_a_good_option_is_allowed(earlier_files, line):
 def test_all_problems_come_in_one_error():
     """Catches a user who mends one flag, waits for a queue, and meets the next."""
     with pytest.raises(ConfigError) as caught:
-        options_of("--lr 0 --num-layers 0 --task a --sequence-parallel --top-p 0.9 --sampling-support refuse")
+        options_of("--lr 0 --num-layers 0 --reward a --sequence-parallel --top-p 0.9 --sampling-support refuse")
     flags = [problem.split()[0] for problem in caught.value.problems]
-    assert flags == ["--lr", "--num-layers", "--sequence-parallel", "--task", "--top-p"]
+    assert flags == ["--lr", "--num-layers", "--sequence-parallel", "--reward", "--top-p"]
 
 
 def test_validation_writes_nothing_and_leaves_the_arguments_as_they_are(empty_directory):

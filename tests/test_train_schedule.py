@@ -79,7 +79,7 @@ def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
     task = make_task(prompts=own, reward="test_train_schedule.share_of_digits")
     with pytest.raises(DataError, match="has no 'ab'"):
         task.with_prompts_of(write_prompts(tmp_path / "a.jsonl", "a1b"))
-    with pytest.raises(DataError, match="line 1: prompt: .1, 2. must be text, "):
+    with pytest.raises(DataError, match="line 1: prompt: must be text, "):
         task.with_prompts_of(write_prompts(tmp_path / "b.jsonl", [1, 2]))
     ids = make_task(prompts=write_prompts(tmp_path / "c.jsonl", [1, 2]), reward="test_train_schedule.share_of_digits")
     with pytest.raises(DataError, match="token 7 is not below 3, the vocabulary"):

@@ -96,11 +96,11 @@ class Fields:
             raise ConfigError(f"{path} holds {type(content).__name__}, and no object of settings: {path.parent} is {what}")
         return cls(content, str(path))
 
-    def whole(self, name: str, default: Any = REQUIRED, *, least: int = 1, most: int = LARGEST_WHOLE, why: str = "") -> Any:
+    def whole(self, name: str, default: Any = REQUIRED, *, least: int = 1, most: int = LARGEST_WHOLE) -> Any:
         value = self._given(name, default)
         if not self.has(name) or (type(value) is int and least <= value <= most):
             return value
-        raise self.wrong(name, f"a whole number of {least} to {most}{why}")
+        raise self.wrong(name, f"a whole number of {least} to {most}")
 
     def number(self, name: str, default: Any = REQUIRED, *, above: float = 0.0, below: float = 1e38) -> Any:
         value = self._given(name, default)

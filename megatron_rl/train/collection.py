@@ -163,23 +163,19 @@ class Evaluation:
 OF_SEVERAL_SAMPLES = StepTotals(num_samples=2, num_prompts=None, num_tokens=2, num_rollouts=1)
 
 
-def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> str | None:
-    """The flag that reads the old log-probabilities of a rollout's first step before that step; None: there is none.
+def reads_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> bool:
+    """Whether something reads the old log-probabilities of a rollout's first step before that step.
 
-    Without one the first step takes its own, as constants, and no forward measures them. --docs-per-step over recorded rollouts
-    takes each step for a first one.
+    If not, the first step takes its own, as constants, and no forward measures them. --docs-per-step over recorded rollouts takes
+    each step for a first one.
     """
-    if options.save_rollouts is not None:
-        return "--save-rollouts"
-    if options.router_replay == RouterReplay.OLD_LOG_PROBS:  # the routes of that forward
-        return f"--router-replay {options.router_replay}"
-    if counts_kept_before(config):
-        return f"--rejected-tokens {config.rejected_tokens}"
-    # The sampler is the trainer's own engine. With --top-p it reports its log-probabilities itself.
-    if options.rollouts is None and needs_rollout_log_probs(config) and options.top_p == 1.0:
-        has_delta = config.off_policy_sequence_delta is not None
-        return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
-    return None
+    return (
+        options.save_rollouts is not None
+        or options.router_replay == RouterReplay.OLD_LOG_PROBS  # the routes of that forward
+        or counts_kept_before(config)
+        # The sampler is the trainer's own engine. With --top-p it reports its log-probabilities itself.
+        or (options.rollouts is None and options.top_p == 1.0 and needs_rollout_log_probs(config))
+    )
 
 
 def counts_kept_of_rollouts(trainer: PolicyTrainer, microbatches: Microbatches) -> bool:

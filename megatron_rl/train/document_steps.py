@@ -135,20 +135,3 @@ def stream_of_rank(batches: Iterable[RolloutBatch], deal: Deal, rank: int) -> It
         groups = prompt_groups(StreamedSample.all_of(batch))
         yield from deal.cut(groups, num_groups % deal.dp_size)[rank]
         num_groups += len(groups)
-
-
-def size_of_steps(options: TrainOptions, config: PolicyLossConfig, dp_size: int) -> tuple[int, list[str]]:
-    """The documents of a step of --docs-per-step, and a line where they are more than were asked for.
-
-    The last step of a rollout may have fewer; of a file all may, where its prompt groups are not of --samples-per-prompt.
-    """
-    settings, group_size = AccumulationSettings.of(config), config.samples_per_prompt
-    asked = settings.docs_per_step
-    part = Deal(dp_size, options.micro_batch_size).documents_of_a_step(settings, group_size)
-    size = -(-asked // part) * part
-    if not options.rollouts and group_size is not None:
-        size = min(size, options.prompts_per_rollout * group_size)
-    if size == asked:
-        return asked, []
-    why = f"whole micro-batches and prompt groups of {dp_size} data-parallel ranks end together every {part} documents"
-    return size, [f"--docs-per-step {asked} makes steps of {size} documents: {why}"]

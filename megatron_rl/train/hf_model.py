@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(has_qk_norm=True),
     "Qwen3MoeForCausalLM": Architecture(has_qk_norm=True, has_experts=True),
 }
+# Layers, and experts of a layer: a name is made of each of their tensors, and a wrong number would fill the memory.
+MOST_PARTS = 1000
 OFF = (False, None)
 # Fields that would make another model of the same tensors, with the values that are computed here; the first one is what is typed.
 MUST_BE: Mapping[str, tuple[Any, ...]] = {
@@ -113,12 +115,9 @@ class HFModel:
         }
 
 
-def described(folder: Path, fields: Fields, tensors: Collection[str]) -> HFModel:
-    """tensors: of the weights. A layer, or an expert of a layer, has one at least: no list is longer than that.
-
-    Raises ConfigError for an architecture that is not in the table, with a line for each setting that makes another model of the
-    same tensors, and for sizes that are none.
-    """
+def described(folder: Path, fields: Fields) -> HFModel:
+    """Raises ConfigError for an architecture that is not in the table, with a line for each setting that makes another model of the
+    same tensors, and for sizes that are none."""
     names = fields.items("architectures", str)
     architecture = next((name for name in names if name in ARCHITECTURES), None)
     if architecture is None:
@@ -130,8 +129,7 @@ def described(folder: Path, fields: Fields, tensors: Collection[str]) -> HFModel
     problems = [*_not_computed(fields, traits)]
     if problems:
         raise ConfigError(problems)
-    within: dict[str, Any] = {"most": len(tensors), "why": f": the weights hold {len(tensors)} tensors"}
-    num_layers = fields.whole("num_hidden_layers", **within)
+    num_layers = fields.whole("num_hidden_layers", most=MOST_PARTS)
     hidden_size, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     longest = fields.whole("max_position_embeddings")
     if traits.window is not None:  # a query sees so many keys, its own too; null: all
@@ -151,7 +149,7 @@ def described(folder: Path, fields: Fields, tensors: Collection[str]) -> HFModel
         tie_embeddings=fields.switch("tie_word_embeddings", False),
         rotary=_rotary(fields),
         norm_eps=fields.number("rms_norm_eps", below=1.0),
-        experts=_experts(fields, num_layers, within) if traits.has_experts else None,
+        experts=_experts(fields, num_layers) if traits.has_experts else None,
     )
 
 
@@ -188,9 +186,9 @@ def _rotary(fields: Fields) -> Rotary:
     return Rotary(base=found.number("rope_theta", 10000.0, above=1.0, below=2.0**53), llama3=llama3)
 
 
-def _experts(fields: Fields, num_layers: int, within: Mapping[str, Any]) -> Experts:
+def _experts(fields: Fields, num_layers: int) -> Experts:
     # transformers 5 writes num_local_experts for what was num_experts.
-    count = fields.whole("num_local_experts" if fields.has("num_local_experts") else "num_experts", **within)
+    count = fields.whole("num_local_experts" if fields.has("num_local_experts") else "num_experts", most=MOST_PARTS)
     dense, every = set(fields.items("mlp_only_layers", int)), fields.whole("decoder_sparse_step", 1)
     return Experts(
         count=count,

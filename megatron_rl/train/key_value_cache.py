@@ -21,19 +21,10 @@ def can_cache(model: nn.Module) -> bool:
     """Whether the model has rotary positions and PackedAttention in each layer, without windows and sinks; Transformer Engine's
     layers keep no cache here."""
     gpt, config = find_gpt_model(model), model_config_of(model)
-    if vars(gpt).get("position_embedding_type") != "rope" or config.multi_latent_attention:
+    if gpt.position_embedding_type != "rope" or config.multi_latent_attention or config.apply_rope_fusion:
         return False
-    return not config.apply_rope_fusion and all(_sees_all_alike(_core_attention(layer)) for layer in gpt.decoder.layers)
-
-
-def _sees_all_alike(core: nn.Module | None) -> bool:
-    return isinstance(core, PackedAttention) and core.window is None and core.softmax_offset is None
-
-
-def _core_attention(layer: nn.Module) -> nn.Module | None:
-    """None for a layer of another kind, such as a state-space model's."""
-    attention = vars(layer)["_modules"].get("self_attention")
-    return None if attention is None else vars(attention)["_modules"].get("core_attention")
+    cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
+    return all(isinstance(core, PackedAttention) and core.window is None and core.softmax_offset is None for core in cores)
 
 
 def cache_bytes(model: nn.Module, capacity: int) -> int:
@@ -58,8 +49,13 @@ class KeyValueCache:
     @contextmanager
     def filled(self) -> Iterator[None]:
         """Inside the block a forward of whole padded rows fills the cache."""
-        with self._attached():
+        for layer in self._layers:
+            layer.cache = self
+        try:
             yield
+        finally:
+            for layer in self._layers:
+                layer.cache = None
 
     @contextmanager
     def extended(self, positions: Tensor, num_tokens: int, longest: int) -> Iterator[None]:
@@ -75,7 +71,7 @@ class KeyValueCache:
         self._positions, self._length = positions, longest + 1
         self._rotary.forward = rotated
         try:
-            with self._attached():
+            with self.filled():
                 yield
         finally:
             self._rotary.forward = own
@@ -84,16 +80,6 @@ class KeyValueCache:
     def keep_rows(self, is_kept: Tensor) -> None:  # [rows] bool
         self._kept = {layer: kept[is_kept] for layer, kept in self._kept.items()}
         self._num_rows = int(is_kept.sum())
-
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        for layer in self._layers:
-            layer.cache = self
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                layer.cache = None
 
     @property
     def has_new_tokens(self) -> bool:

@@ -27,14 +27,14 @@ from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
     counts_kept_of_rollouts,
-    reader_of_old_log_probs,
+    reads_old_log_probs,
     selection_of,
     with_old_log_probs,
     with_ref_log_probs,
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, TrainOptions, settings_of
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import record_of, save_rollouts
@@ -137,7 +137,7 @@ class TrainingRun:
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
         self._start, self._progress = start, start.progress
-        self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
+        self._measures_first_steps = reads_old_log_probs(options, config)
         self._is_first_rank = dist.get_rank() == 0
         self._watchdog = start.watchdog
         self._saved_steps = start.progress.num_steps
@@ -192,7 +192,10 @@ class TrainingRun:
                 return
             is_shown = options.show_samples and progress.num_rollouts % ROLLOUTS_BETWEEN_SAMPLES == 0
             if is_shown and self._is_first_rank and isinstance(self._rollouts, SampledRollouts):
-                self._bar.write("\n".join(self._rollouts.lines_about(rollout, options.show_samples)), file=sys.stderr)
+                lines = "\n".join(self._rollouts.lines_about(rollout, options.show_samples))
+                self._bar.write(lines, file=sys.stderr)
+                with open(Path(options.output_dir) / SAMPLES_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    print(lines, file=file)
             headers = rollout.headers
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}

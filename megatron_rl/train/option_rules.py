@@ -12,19 +12,17 @@ from typing import Any
 
 from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
-    NO_SELECTION,
+    NO_CORRECTION,
     SupportUse,
     TermScore,
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
-from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import check_output_dir
 from megatron_rl.train.rollout_files import recorded_group_size
-from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
 
@@ -136,8 +134,14 @@ def _is_given(options: TrainLaunch, name: str) -> bool:
     return bool(value) and (value is True or value != field.default)
 
 
-def check_task(options: TrainOptions) -> Iterator[str]:
-    yield from task_problems(options.task, prompts=options.prompts, reward=options.reward, max_new_tokens=options.max_new_tokens)
+def check_corrections(options: TrainLaunch) -> Iterator[str]:
+    """A run that samples by itself has one engine: sampler and trainer agree, and what compares them does nothing."""
+    kind = options.settings["importance_correction"]
+    if options.rollouts is None and kind not in (None, NO_CORRECTION):
+        yield (
+            f"--importance-correction {kind} has no effect: this run samples with the engine that trains, so every ratio is 1; "
+            "give rollouts of another engine with --rollouts, or remove the flag"
+        )
 
 
 def check_kept_ids(options: TrainLaunch) -> Iterator[str]:
@@ -169,12 +173,11 @@ def check_one_step(options: TrainLaunch) -> Iterator[str]:
     is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
     if options.rollouts is not None or options.steps_per_rollout != 1 or not is_whole:
         return
-    name = settings["token_selection"]
-    selection = TOKEN_SELECTIONS.find_or_none(name or NO_SELECTION)
-    if selection is not None and selection.effect == Effect.PENALIZED:
+    if settings["off_policy_sequence_delta"] is not None:
         yield (
-            f"--token-selection {name} has no effect with one optimiser step a rollout: the policy in training is the one that "
-            "sampled; give --steps-per-rollout 2 or more, or fewer --docs-per-step than a rollout has"
+            f"--off-policy-sequence-delta {settings['off_policy_sequence_delta']} has no effect with one optimiser step a rollout: "
+            "the policy in training is the one that sampled; give --steps-per-rollout 2 or more, or fewer --docs-per-step than a "
+            "rollout has"
         )
 
 
@@ -189,7 +192,8 @@ RULES = (
     check_hf_checkpoint,
     check_numbers,
     check_effects,
-    check_task,
+    check_corrections,
+    check_corrections,
     check_kept_ids,
     check_one_step,
     check_rollout_files,

@@ -29,6 +29,7 @@ from megatron_rl.validation import flag_of
 CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
+SAMPLES_FILE = "samples.txt"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
@@ -87,6 +88,7 @@ OF_EXPERTS = ("num_experts", "a dense model has no experts")
 OF_FOLDER = ("hf_checkpoint", "the folder decides it")
 OF_SAMPLES = ("rollouts", "nothing is sampled")
 OF_STEPS = ("docs_per_step", "where a step ends is known only when it ends")
+OF_PROMPTS = ("prompts", "a built-in task has its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +145,22 @@ class RolloutOptions:
 
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
     task: str | None = flag(
-        None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.", without=OF_FOLDER
+        None,
+        "Built-in task. Unset without --prompts: repeat.",
+        choices=tuple(BUILT_IN_TASKS),
+        without=("prompts", "the file is the task"),
     )
-    prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
-    reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
-    max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
+    prompts: str | None = flag(
+        None,
+        'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.',
+        needs=("reward", "module.function, called as fn(prompt, response, record)"),
+    )
+    reward: str | None = flag(
+        None,
+        "Your own reward, module.function, called as fn(prompt, response, record).",
+        needs=OF_PROMPTS,
+    )
+    max_new_tokens: int | None = count(None, "Longest response to a prompt of --prompts. Unset: 16.", needs=OF_PROMPTS)
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     advantage_normalization: str = flag(
@@ -259,7 +272,7 @@ class OutputOptions:
     )
     show_samples: int = not_negative(
         0,
-        f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward.",
+        f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}.",
         without=OF_SAMPLES,
     )
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")

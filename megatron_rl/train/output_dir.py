@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.train import checkpoints
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, VOCABULARY_FILE, TrainOptions
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, SAMPLES_FILE, VOCABULARY_FILE, TrainOptions
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import CharacterVocabulary, PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
@@ -48,7 +48,7 @@ def take_output_dir(lock: FileLock, options: TrainOptions, task: Task) -> None:
             raise ConfigError(problems)
         if not options.resume:
             checkpoints.remove_checkpoints(output_dir / CHECKPOINT_DIRECTORY)
-            for name in (METRICS_FILE, VOCABULARY_FILE):
+            for name in (METRICS_FILE, SAMPLES_FILE, VOCABULARY_FILE):
                 (output_dir / name).unlink(missing_ok=True)
         if isinstance(task, PromptFileTask) and isinstance(task.vocabulary, CharacterVocabulary):
             path = output_dir / VOCABULARY_FILE

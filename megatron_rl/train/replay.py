@@ -31,8 +31,7 @@ class ReplayedRollouts:
         """The whole file, whatever `get` has returned. Raises DataError for what it lacks."""
         path, trainer = str(self._options.rollouts), self._trainer
         has_routes = self._options.router_replay != RouterReplay.NONE
-        route_shape = trainer.route_shape if has_routes else None
-        for due, batch in enumerate(load_rollouts(path, vocab_size=trainer.settings.vocab_size, route_shape=route_shape)):
+        for due, batch in enumerate(load_rollouts(path, vocab_size=trainer.settings.vocab_size)):
             if batch.rollout_index != due:
                 raise DataError(f"{path} holds rollout {batch.rollout_index} where rollout {due} is due: it was cut or edited")
             if (problem := self._problem_of(batch)) is not None:

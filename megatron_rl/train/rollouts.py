@@ -24,8 +24,6 @@ DEVIATION_FLOOR = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What the policy is asked."""
-
     prompt_id: str
     """The name of the prompt group; each prompt of a run has its own."""
     tokens: list[int]
@@ -59,7 +57,6 @@ class Sample:
     loss_mask: Tensor
     """[response_length] bool, True where a token is trained on."""
     reward: float
-    """What the task gave the response."""
     advantage: float
     """The reward relative to its prompt group."""
     old_log_probs: Tensor | None
@@ -128,7 +125,6 @@ class SampleHeader:
     advantage: float
     dp_rank: int
     rollout_id: str | int | None = None
-    """None: the sample is a rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,19 +190,6 @@ def mean_reward(samples: Sequence[AnySample]) -> float:
     """Over rollouts: a rollout of several samples has one reward."""
     rewards = [rollout[0].reward for rollout in rollouts_of(samples)]
     return sum(rewards) / len(rewards)
-
-
-def problem_of_rollouts(samples: Sequence[Sample]) -> tuple[str, str] | None:
-    """(field, what is wrong) where the samples of one rollout do not share their prompt or their reward; None: nothing."""
-    for rollout in rollouts_of(samples):
-        for name in ("prompt_id", "reward"):
-            values = sorted({getattr(sample, name) for sample in rollout})
-            if len(values) > 1:
-                return (
-                    name,
-                    f"samples of rollout {rollout[0].rollout_id!r} have {values}: its samples share one {name}",
-                )
-    return None
 
 
 def share_without_signal(samples: Sequence[SampleHeader]) -> float:

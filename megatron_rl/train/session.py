@@ -24,7 +24,6 @@ from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts
-from megatron_rl.train.document_steps import size_of_steps
 from megatron_rl.train.hf_weights import read_hf_model
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import (
@@ -37,7 +36,7 @@ from megatron_rl.train.options import (
 )
 from megatron_rl.train.output_dir import lock_of, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import cut_rollouts, recorded_vocab_size
+from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
@@ -94,7 +93,7 @@ def says_why_it_ends() -> Iterator[None]:
 def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch.device) -> TrainerSettings:
     """The options of the same names, and what follows from the task and the device."""
     given = {field.name: getattr(options, field.name) for field in fields(TrainerSettings) if hasattr(options, field.name)}
-    recorded = None if options.rollouts is None else recorded_vocab_size(options.rollouts)
+    recorded = None if options.rollouts is None else next(load_rollouts(options.rollouts)).vocab_size
     given["vocab_size"] = model_vocab_size(options, max(task.vocab_size for task in tasks), recorded)
     given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
@@ -146,9 +145,7 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     samples = f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
     samples = "recorded rollouts" if options.rollouts else samples
     if config.docs_per_step is not None:
-        size, why = size_of_steps(options, config, groups.dp.size())
-        samples += f", {size} documents a step"
-        lines = [*why, *lines]
+        samples += f", {config.docs_per_step} documents a step or more"
     elif not options.rollouts:
         samples += f", {options.steps_per_rollout} steps a rollout"
     if options.top_p < 1.0:

@@ -6,21 +6,14 @@ A prompt is a pure function of (seed, index): every rank makes the same, and a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import eq
 from pathlib import Path
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollouts import Prompt
-from megatron_rl.train.user_tasks import (
-    PromptFileTask,
-    RewardFunction,
-    call_reward,
-    import_reward,
-    read_prompt_file,
-    stable_integer,
-)
+from megatron_rl.train.user_tasks import PromptFileTask, read_prompt_file, stable_integer
 
 DEFAULT_TASK = "repeat"
 
@@ -37,10 +30,7 @@ class BuiltInTask:
     max_new_tokens: int
     """Sampling stops after this number of tokens, and after each of end_tokens."""
     smallest_symbol: int = 0
-    """Of a prompt."""
     end_tokens: tuple[int, ...] = ()
-    reward_function: RewardFunction | None = None
-    """A user's reward in place of the share of correct tokens."""
 
     max_prompt_tokens = 2
 
@@ -62,8 +52,6 @@ class BuiltInTask:
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The tokens, end token included, that are right at their place, divided by the longer of response and answer."""
-        if self.reward_function is not None:
-            return call_reward(self.reward_function, prompt, prompt.tokens, response)
         answer = prompt.record["answer"]
         return sum(map(eq, response, answer)) / max(len(response), len(answer))
 
@@ -89,40 +77,14 @@ def make_task(
     hf_checkpoint: str | Path | None = None,
     vocab_size: int | None = None,
 ) -> Task:
-    """The task of --task, or of --prompts with --reward, or repeat. --reward with a built-in task replaces its reward.
+    """The task of --task, or of --prompts with --reward, or repeat.
 
     hf_checkpoint: prompts are text or messages for its tokenizer, and vocab_size is the model's.
 
-    Raises: ConfigError for what was asked for, DataError for what the prompts file holds.
+    Raises: ConfigError for a reward that cannot be imported, DataError for what the prompts file holds.
     """
-    problems = task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens)
-    if problems:
-        raise ConfigError(problems)
-    reward_function = None if reward is None else import_reward(reward)
-    if prompts is None or reward_function is None:
-        return replace(BUILT_IN_TASKS[name or DEFAULT_TASK], reward_function=reward_function)
+    if prompts is None or reward is None:
+        return BUILT_IN_TASKS[name or DEFAULT_TASK]
+    reward_function = import_dotted(reward, "--reward")
     tokenizer = None if hf_checkpoint is None else HFTokenizer.of_folder(hf_checkpoint)
     return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, tokenizer=tokenizer, vocab_size=vocab_size)
-
-
-def task_problems(name: str | None, *, prompts: str | Path | None, reward: str | None, max_new_tokens: int | None) -> list[str]:
-    """Each problem of the flags that name a task, one line each. Nothing is read or imported."""
-    problems = []
-    if name is not None and name not in BUILT_IN_TASKS:
-        problems.append(
-            f"--task {name} is unknown; built in: {', '.join(BUILT_IN_TASKS)}. For a task of your own: --prompts FILE "
-            "and --reward module.function"
-        )
-    if prompts is None:
-        if max_new_tokens is not None:
-            problems.append(f"--max-new-tokens {max_new_tokens} works with --prompts alone: a built-in task has its own")
-        return problems
-    if name is not None:
-        problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")
-    if reward is None:
-        problems.append(f"--prompts {prompts} needs --reward module.function, called as fn(prompt, response, record)")
-    if not Path(prompts).is_file():
-        problems.append(f"--prompts {prompts}: there is no such file")
-    if max_new_tokens is not None and max_new_tokens < 1:
-        problems.append(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    return problems

@@ -1,7 +1,7 @@
 """A user's own task: --prompts FILE and --reward module.function. A malformed line is an error, not a guess.
 
-Each line of the file is a JSON object with `prompt`, token ids or text (the same in all lines), an optional
-`prompt_id`, and anything else for the reward. The reward is called as fn(prompt, response, record) -> number.
+Each line of the file is a JSON object with `prompt`, token ids or text (the same in all lines), and anything else for the reward.
+The reward is called as fn(prompt, response, record) -> number.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from megatron_rl.errors import ConfigError, DataError, RunError, name_of
-from megatron_rl.files.json_values import numbered_lines, parse_json_line, read_saved
-from megatron_rl.registries.dotted import import_dotted
+from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollouts import Prompt
 
@@ -26,8 +25,6 @@ from megatron_rl.train.rollouts import Prompt
 DEFAULT_MAX_NEW_TOKENS = 16
 # Replaces a token without a character in a text response: the model's vocabulary may be larger than the task's.
 UNKNOWN_CHARACTER = "\ufffd"
-# A vocabulary holds all ids up to its largest: with an id above this one its embedding would fill the memory.
-LARGEST_TOKEN = 2**24
 
 RewardFunction = Callable[[Any, Any, dict], SupportsFloat]
 
@@ -57,7 +54,7 @@ class CharacterVocabulary:
 
     def check_saved(self, path: str | Path) -> None:
         """ConfigError unless the file holds this vocabulary: with another, a checkpoint's token ids mean other characters."""
-        saved = read_saved(path, "characters")
+        saved = json.loads(Path(path).read_text())["characters"]
         if saved != self.characters:
             raise ConfigError(
                 f"{path} holds the characters {saved!r}, the prompts file has {self.characters!r}: the checkpoint's "
@@ -84,7 +81,7 @@ class PromptFileTask:
         """The same task with the prompts of another file. vocab_size: the model's, where it is more than the prompts need; it has
         a row for each token, or DataError is raised."""
         vocab_size = self.vocab_size if vocab_size is None else max(vocab_size, self.vocab_size)
-        prompts = _prompts_of(_read_records(path), self.vocabulary, vocab_size)
+        prompts = _prompts_of(path, _read_records(path), self.vocabulary, vocab_size)
         return replace(self, prompts=prompts, vocab_size=vocab_size)
 
     @property
@@ -98,7 +95,23 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        return call_reward(self.reward_function, prompt, *self.shown(prompt, response))
+        """A finite float. An error of the user's function passes, with a note that names the prompt.
+
+        The function gets copies: a change of them affects neither training nor the next call.
+        """
+        name = name_of(self.reward_function)
+        try:
+            number = float(self.reward_function(*copy.deepcopy((*self.shown(prompt, response), prompt.record))))
+        except SystemExit as error:
+            raise RunError(
+                f"the reward {name} called sys.exit({error.code!r}): return a value or raise an error instead"
+            ) from error
+        except Exception as error:
+            error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
+            raise
+        if not math.isfinite(number):
+            raise DataError(f"the reward {name} returned {number} for prompt {prompt.prompt_id!r}, it must return a finite number")
+        return number
 
     def shown(self, prompt: Prompt, response: list[int]) -> tuple[Any, Any]:
         """What the user's function sees: the response up to an end token, as text where the prompt is text or messages."""
@@ -107,41 +120,6 @@ class PromptFileTask:
         if self.vocabulary is not None and not _is_token_list(prompt.record["prompt"]):
             shown = self.vocabulary.decode(shown)
         return prompt.record["prompt"], shown
-
-
-def import_reward(path: str) -> RewardFunction:
-    """The function that --reward names. ConfigError says what failed."""
-    try:
-        return import_dotted(path, "--reward")
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise ConfigError(f"--reward {path!r}: importing the module raised {type(error).__name__}: {error}") from error
-
-
-def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, shown_response: Any) -> float:
-    """The reward as a finite float. An error of the function itself passes, with a note that names the prompt.
-
-    The function gets copies: a change of them affects neither training nor the next call.
-    """
-    name = name_of(function)
-    try:
-        value = function(*copy.deepcopy((shown_prompt, shown_response, prompt.record)))
-    except SystemExit as error:
-        raise RunError(f"the reward {name} called sys.exit({error.code!r}): return a value or raise an error instead") from error
-    except Exception as error:
-        error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
-        raise
-    try:
-        number = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several numbers, a number of 400 digits
-        number = math.nan
-    if not math.isfinite(number):
-        raise DataError(
-            f"the reward {name} returned {_shortened(value)} ({type(value).__name__}) for prompt {prompt.prompt_id!r}, it must "
-            "return a finite number"
-        )
-    return number
 
 
 def read_prompt_file(
@@ -156,27 +134,26 @@ def read_prompt_file(
 
     tokenizer: the prompts are text or lists of messages for it, or its token ids; vocab_size is then the model's.
 
-    Text: the vocabulary holds every character of the lines' values that are text or numbers, without prompt_id, and an end token.
+    Text: the vocabulary holds every character of the lines' values that are text or numbers, and an end token.
     Token ids: it goes up to the largest id of prompts and of lists named `answer`, and no token ends a response; --vocab-size may
     be larger.
     """
-    lines = _read_records(path)
-    records = [record for _, _, record in lines]
+    records = _read_records(path)
+    first, *_ = records.values()
     vocabulary: Vocabulary = tokenizer
     end_tokens: tuple[int, ...] = ()
     if tokenizer is not None:
         assert vocab_size is not None
-        tokenizer.check_model(vocab_size)
         end_tokens = tokenizer.end_tokens
-    elif isinstance(records[0]["prompt"], str):
-        values = [value for record in records for name, value in record.items() if name != "prompt_id"]
+    elif isinstance(first["prompt"], str):
+        values = [value for record in records.values() for value in record.values()]
         vocabulary = CharacterVocabulary.of_texts(str(value) for value in values if type(value) in (str, int, float))
         vocab_size, end_tokens = vocabulary.end_token + 1, (vocabulary.end_token,)
     else:
-        lists = [record[name] for record in records for name in ("prompt", "answer") if _is_token_list(record.get(name))]
-        vocab_size = 1 + max((token for tokens in lists for token in tokens), default=0)
+        values = [record.get(name) for record in records.values() for name in ("prompt", "answer")]
+        vocab_size = 1 + max((token for value in values if _is_token_list(value) for token in value), default=0)
     return PromptFileTask(
-        prompts=_prompts_of(lines, vocabulary, vocab_size),
+        prompts=_prompts_of(path, records, vocabulary, vocab_size),
         reward_function=reward_function,
         vocab_size=vocab_size,
         max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
@@ -196,34 +173,28 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(num_prompts), key=lambda place: stable_integer("order", seed, epoch, place))
 
 
-def _read_records(path: str | Path) -> list[tuple[str, str, dict]]:
-    """(file and line, prompt_id, record) of each line that is not blank."""
-    found: dict[str, tuple[str, str, dict]] = {}
+def _read_records(path: str | Path) -> dict[int, dict]:
+    """By the number of its line, the object of each line that is not blank."""
+    records: dict[int, dict] = {}
     # Lines of bytes: in text other characters end lines too, and JSON may hold them as they are.
     for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        record = parse_json_line(line, place)
-        if not isinstance(record, dict) or "prompt" not in record:
-            raise DataError(f"{place}: prompt: missing; each line is an object with a prompt, text or a list of token ids")
-        prompt_id = record.get("prompt_id", f"line-{number}")
-        if not isinstance(prompt_id, str | int) or str(prompt_id) in found:
-            raise DataError(
-                f"{place}: prompt_id: {prompt_id!r} must be a string or an integer that no other line has: two prompts of one id "
-                "would share a prompt group"
-            )
-        found[str(prompt_id)] = place, str(prompt_id), record
-    if not found:
+        if line.strip():
+            place = f"{path}, line {number}"
+            record = parse_json_line(line, place)
+            if not isinstance(record, dict) or "prompt" not in record:
+                raise DataError(f"{place}: prompt: missing; each line is an object with a prompt, text or a list of token ids")
+            records[number] = record
+    if not records:
         raise DataError(f"{path}: the file holds no prompt; write one JSON object with a prompt in each line")
-    return list(found.values())
+    return records
 
 
-def _prompts_of(lines: Sequence[tuple[str, str, dict]], vocabulary: Vocabulary, vocab_size: int) -> tuple[Prompt, ...]:
-    return tuple(
-        Prompt(prompt_id=prompt_id, tokens=_tokens_of(record["prompt"], vocabulary, vocab_size, place), record=record)
-        for place, prompt_id, record in lines
-    )
+def _prompts_of(path: str | Path, records: Mapping[int, dict], vocabulary: Vocabulary, vocab_size: int) -> tuple[Prompt, ...]:
+    prompts = []
+    for number, record in records.items():
+        tokens = _tokens_of(record["prompt"], vocabulary, vocab_size, f"{path}, line {number}")
+        prompts.append(Prompt(prompt_id=f"line-{number}", tokens=tokens, record=record))
+    return tuple(prompts)
 
 
 def _tokens_of(prompt: Any, vocabulary: Vocabulary, vocab_size: int, place: str) -> list[int]:
@@ -237,26 +208,19 @@ def _tokens_of(prompt: Any, vocabulary: Vocabulary, vocab_size: int, place: str)
         tokens = vocabulary.encode(prompt)
     else:
         raise DataError(
-            f"{place}: prompt: {_shortened(prompt)} must be text, or a list of token ids of 0 to {LARGEST_TOKEN}, as the first "
-            "prompt is; with --hf-checkpoint either, or a list of messages with role and content"
+            f"{place}: prompt: must be text, or a list of token ids, as the first prompt is; with --hf-checkpoint either, or a "
+            "list of messages with role and content"
         )
     if not tokens:
-        raise DataError(f"{place}: prompt: {_shortened(prompt)} has no token: the policy needs one to begin with")
+        raise DataError(f"{place}: prompt: it has no token, and the policy needs one to begin with")
     if max(tokens) >= vocab_size:
         raise DataError(f"{place}: prompt: token {max(tokens)} is not below {vocab_size}, the vocabulary of the model")
     return tokens
 
 
 def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int and 0 <= token <= LARGEST_TOKEN for token in value)
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
 def _is_message_list(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
-    )
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return isinstance(value, list) and all(isinstance(one, dict) and one.keys() >= {"role", "content"} for one in value)
