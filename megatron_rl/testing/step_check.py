@@ -153,7 +153,7 @@ def check_step(
     if found.is_within(tolerance):
         return found
     mistake = ""
-    if not found.gradient_error < tolerance and found.is_no_multiple and not found.ranks_differ:
+    if not found.gradient_error < tolerance and found.is_no_multiple:
         fit, match = (FIT_OF_16_BITS, MATCH_OF_16_BITS) if is_16_bit else (FIT, MATCH)
         of_loop = [own.by_logits.get(number, torch.zeros_like(logits)) for number, logits in enumerate(own.logits)]
         mistake = _Mistakes(of_loop, microbatches, samples, known, config, step, match).name(vocab_size, groups, fit)
@@ -373,11 +373,7 @@ def _with_loss(
     logged = as_train_step_logs([{key: report[key]} for report in reports if key in report], groups)
     loss = torch.tensor(logged.get(key, 0.0), dtype=torch.float64, device=torch.cuda.current_device())
     value = float(broadcast_from_last(loss, groups.pp))
-    return replace(
-        found,
-        loss_error=abs(value - step.loss) / step.loss_scale,
-        loss_ratio=value / step.loss if step.loss else math.nan,
-    )
+    return found.with_loss(value, step.loss, step.loss_scale)
 
 
 @dataclass(frozen=True, slots=True)
