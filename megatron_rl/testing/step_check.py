@@ -26,7 +26,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups, broadcast_from_last, resolve_group, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
-from megatron_rl.megatron.model import is_of_expert, model_config_of
+from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -43,7 +43,7 @@ from megatron_rl.testing.layout_step import (
     named_shards,
 )
 from megatron_rl.testing.reference import CLIPS, DIVISOR, loss_by_hand, scale_of_terms
-from megatron_rl.testing.step_rows import Derivatives, Microbatch, Row, gather_tokens, row_problem, rows_of
+from megatron_rl.testing.step_rows import Derivatives, Microbatch, Row, known_tokens, read_microbatch, row_problem
 
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
 # the layouts of the tests), or of 16 bits (2^-9 of each).
@@ -109,11 +109,17 @@ def check_step(
     own = _Recorder(forward_step)
     reports = run(own)
     gradients = _gradients(models)
-    microbatches = [
-        Microbatch.of(logits, places_of(batch), samples, config, groups, vocab_size)
-        for logits, batch in zip(own.logits, own.batches, strict=True)
-    ]
-    known = gather_tokens(microbatches, samples, groups)
+    microbatches, own_rows = [], []
+    for number, logits in enumerate(own.logits):
+        part, places = (groups.dp_cp.rank(), number), places_of(own.batches[number])
+        microbatch, of_one = read_microbatch(
+            part, logits, own.gradients[number], places, samples, config.policy_temperature, groups, vocab_size
+        )
+        microbatches.append(microbatch)
+        own_rows += of_one
+    # All ranks of tp have the same rows.
+    rows = [row for of_rank in on_all_ranks(lambda: [] if groups.tp.rank() else own_rows) for row in of_rank]
+    known = known_tokens(rows, samples)
     step = dense_step(samples, known, config)
     scale = partial(
         scale_for_schedule,
@@ -134,8 +140,7 @@ def check_step(
             "check_step: the model gives other logits for the same batch in a second run: turn dropout off "
             "(hidden_dropout=0.0, attention_dropout=0.0), and let forward_step be the same in both runs"
         )
-    has_experts = any(on_all_ranks(lambda: any(is_of_expert(name) for name in expected)))
-    found = compare_shards(gradients, expected, groups, has_experts=has_experts)
+    found = compare_shards(gradients, expected, groups, has_experts=model_config.num_moe_experts is not None)
     if reported_loss is not None:
         found = found.with_loss(_loss_of(reports, reported_loss, groups), step.loss, step.loss_scale)
     is_16_bit = any(on_all_ranks(lambda: any(logits.dtype != torch.float32 for logits in own.logits)))
@@ -148,7 +153,7 @@ def check_step(
     mistake = ""
     if not found.gradient_error < tolerance and found.is_no_multiple:
         fit, match = (FIT_OF_16_BITS, MATCH_OF_16_BITS) if is_16_bit else (FIT, MATCH)
-        mistake = _Mistakes(own.gradients, microbatches, samples, known, config, step, match).name(vocab_size, groups, fit)
+        mistake = _Mistakes(rows, samples, known, config, step, match).name(fit)
     num_rows = len(own.logits[0]) if own.logits else 1
     mistake = mistake or _cause(found, tolerance, groups, len(batches), samples, num_rows)
     # Each part on a line of its own: it stands below a traceback, where it must be read whole.
@@ -311,7 +316,7 @@ class DenseStep:
 
 def dense_step(
     samples: Sequence[StepSample],
-    known: Sequence[Tensor],  # of each sample [response_length, 2], as gather_tokens
+    known: Sequence[Tensor],  # of each sample [response_length, 2], as known_tokens
     config: PolicyLossConfig,
     parts: Sequence[set[tuple[int, int]]] = (),
 ) -> DenseStep:
@@ -349,41 +354,39 @@ class _Alternative(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Mistakes:
-    """What is wrong in a step, by the gradient of each row of its logits. Each rank calls each method, and gets the same."""
+    """What is wrong in a step, by the gradient of each row of its logits."""
 
-    gradients: Sequence[Tensor]  # of the loop's loss by the logits of each micro-batch, as Microbatch.target
-    microbatches: Sequence[Microbatch]
+    rows: Sequence[Row]
     samples: Sequence[StepSample]
     known: Sequence[Tensor]
     config: PolicyLossConfig
     right: DenseStep
     match: float
 
-    def name(self, vocab_size: int, groups: ParallelGroups, fit: float) -> str:
+    def name(self, fit: float) -> str:
         """What is wrong and what to do, in words; empty where the rows do not show it."""
-        rows = rows_of(self.microbatches, self.gradients, self.right.derivatives, vocab_size, groups)
-        tokens = [row for row in rows if row.place >= 0 and self.samples[row.sample].loss_mask[row.place]]
-        if not any(row.size for row in rows):
+        tokens = [row for row in self.rows if row.place >= 0 and self.samples[row.sample].loss_mask[row.place]]
+        if not any(row.gg for row in self.rows):
             return (
                 "no gradient reaches the logits that forward_step returned: compute the loss from what loss_func is given; or "
                 "every token is clipped: compare old_log_probs with those of `samples`"
             )
-        if mistake := self.wrong_mask(rows, tokens) or row_problem(tokens, self.samples, self.config, fit):
+        if mistake := self.wrong_mask(tokens) or row_problem(tokens, self.samples, self.config, fit):
             return mistake
-        if self.has_one_factor(tokens):
+        if self.is_multiple(self.right, tokens):
             return (
                 "the gradient by the logits is right, and that of the parameters is not: look at what the loop does between the "
                 "model's forward and the optimiser"
             )
-        found = [*islice((one for one in self.alternatives(tokens) if self.is_explained(one)), 2)]
+        found = [*islice((one for one in self.alternatives(tokens) if self.is_explained(one, tokens)), 2)]
         cures = "; ".join(dict.fromkeys(one.cure for one in found))
         return f"{', or '.join(one.words for one in found)}: {cures}" if found else self.other_mistake(tokens)
 
-    def wrong_mask(self, rows: Sequence[Row], tokens: Sequence[Row]) -> str:
-        trained, unmasked = {row.token for row in rows if row.size}, {row.token for row in tokens}
+    def wrong_mask(self, tokens: Sequence[Row]) -> str:
+        trained, unmasked = {row.token for row in self.rows if row.gg}, {row.token for row in tokens}
         # A sample that is clipped whole has no gradient, and says nothing of its mask.
         shown = {number for number, _ in trained}
-        expected = {row.token for row in tokens if row.right_size and row.sample in shown}
+        expected = {row.token for row in tokens if row.products_with(self.right.derivatives)[1] and row.sample in shown}
         missing = expected - trained
         places = [[place for place, bit in enumerate(sample.loss_mask) if bit] for sample in self.samples]
         for name, where, end in (("first", "late", 0), ("last", "early", -1)):
@@ -401,50 +404,38 @@ class _Mistakes:
         return ""
 
     def other_mistake(self, tokens: Sequence[Row]) -> str:
-        both = [row for row in tokens if row.size and row.right_size]
-        if self.has_one_factor(both):
+        products = {row: row.products_with(self.right.derivatives) for row in tokens}
+        both = [row for row, (found, right, _) in products.items() if found and right]
+        if self.is_multiple(self.right, both):
             return (
                 "a part of the step is lost, or the clip is another: some tokens have no gradient that must have one, or have one "
                 "that must have none. Give each sample of the step to one micro-batch, and the loss the clip and "
                 "`loss_parameters` of config; a ratio within rounding of the clip may lie on either side"
             )
-        if all(self.has_one_factor([row for row in both if row.sample == number]) for number in range(len(self.samples))):
+        of_samples = [[row for row in both if row.sample == number] for number in range(len(self.samples))]
+        if all(self.is_multiple(self.right, of_sample) for of_sample in of_samples):
             return (
                 "each sample's tokens are off by a factor of their own: its advantage, its weight or its ratio is another. Compare "
                 "advantages, token weights and old log-probabilities with those of `samples` and config"
             )
-        row = max(tokens, key=lambda row: row.size**2 + row.right_size**2 - 2 * row.product)
+        row = max(tokens, key=lambda row: products[row][0] + products[row][1] - 2 * products[row][2])
         return (
             f"the loss has another derivative, as by the log-probability of token {row.place} of sample {row.sample}, or a term "
             "beside it: compare loss, clip and terms with config, and old log-probabilities with those of `samples`"
         )
 
-    def has_one_factor(self, rows: Sequence[Row]) -> bool:
-        sums = (sum(column) for column in zip(*((row.size**2, row.right_size**2, row.product) for row in rows), strict=True))
-        return not rows or self.is_multiple(*sums)
+    def is_multiple(self, step: DenseStep, rows: Sequence[Row]) -> bool:
+        """Whether the gradient by these rows is the step's but for one factor."""
+        products = [row.products_with(step.derivatives) for row in rows]
+        found, right, product = (sum(of_rows[i] for of_rows in products) for i in range(3))
+        return not rows or (right > 0 and found - product**2 / right <= self.match**2 * found)
 
-    def is_multiple(self, found: float, right: float, product: float) -> bool:
-        """found, right: squares of the norms of two gradients."""
-        return right > 0 and found - product**2 / right <= self.match**2 * found
-
-    def is_explained(self, one: _Alternative) -> bool:
-        """Communication: an all-gather of objects over all ranks, unless the step cannot have the mistake."""
+    def is_explained(self, one: _Alternative, tokens: Sequence[Row]) -> bool:
         try:
             config = replace(self.config, **one.settings)
-            step = dense_step(one.samples or self.samples, self.known, config, one.parts)
+            return self.is_multiple(dense_step(one.samples or self.samples, self.known, config, one.parts), tokens)
         except (ConfigError, DataError):  # as a loss that needs what the samples do not have
             return False
-
-        def sums() -> list[float]:
-            total = torch.zeros(3, dtype=torch.float64)
-            for found, microbatch in zip(self.gradients, self.microbatches, strict=True):
-                right = microbatch.target(step.derivatives)
-                is_known = right.isfinite()
-                pair = [torch.where(is_known, gradient, 0.0).double() for gradient in (found, right)]
-                total += torch.stack([(pair[i] * pair[j]).sum() for i, j in ((0, 0), (1, 1), (0, 1))]).cpu()
-            return total.tolist()
-
-        return self.is_multiple(*(sum(column) for column in zip(*on_all_ranks(sums), strict=True)))
 
     def alternatives(self, tokens: Sequence[Row]) -> Iterator[_Alternative]:
         """The usual mistakes first."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from statistics import median
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack
 from megatron_rl.testing import oracle
 from megatron_rl.testing.layout_step import StepSample
@@ -32,14 +32,20 @@ Derivatives = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class Row(NamedTuple):
-    """What the loop's gradient says of one row of the logits. sample, place: -1 for a row that predicts no token of a response."""
+    """A row of the logits, and the loop's gradient g by it. sample, place: -1 for a row that predicts no token of a response. d and
+    h are the gradients of the token's log-probability and entropy by the row."""
 
     part: tuple[int, int]  # rank of dp and cp, and micro-batch
     sample: int
     place: int
-    size: float  # of the gradient
-    right_size: float = 0.0  # of the right one
-    product: float = 0.0  # of both
+    gg: float  # products
+    gd: float = 0.0
+    gh: float = 0.0
+    dd: float = 0.0
+    dh: float = 0.0
+    hh: float = 0.0
+    log_prob: float = 0.0
+    entropy: float = 0.0
     trained: float = -1  # the token whose column alone has its sign; -1 where none does
     temperature: float = 1.0
     padding: float = 0.0  # size of the gradient of columns beyond the vocabulary
@@ -48,6 +54,13 @@ class Row(NamedTuple):
     def token(self) -> tuple[int, int]:
         return self.sample, self.place
 
+    def products_with(self, derivatives: Derivatives) -> tuple[float, float, float]:
+        """|g|^2, |other|^2 and g x other for the other gradient c d + e h; 0 where it is not known."""
+        c, e = (float(of_samples[self.sample][self.place]) for of_samples in derivatives)
+        if c != c or e != e:
+            return 0.0, 0.0, 0.0
+        return self.gg, c * c * self.dd + 2 * c * e * self.dh + e * e * self.hh, c * self.gd + e * self.gh
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
@@ -55,77 +68,64 @@ class Microbatch:
 
     rows: Tensor  # [R] int64, of the logits
     places: list[tuple[int, int]]  # R numbers of samples, and places in their responses
-    logits: Tensor  # [R, V] float64, a leaf
-    tokens: oracle.Scores  # [R] each, with graph
-    own_logits: Tensor  # [rows, V_tp], without graph
+    log_prob_gradients: Tensor  # [R, V] float64, by the logits
+    entropy_gradients: Tensor  # [R, V] float64
+    own_logits: Tensor  # [rows, V_tp]
     columns: slice  # of the whole vocabulary, those that this rank's logits hold
     num_tokens: int  # unmasked
 
-    @classmethod
-    def of(
-        cls,
-        logits: Tensor,  # [rows, V_tp], or [rows, V] where the output layer gathers
-        places: Tensor,  # [rows, 2] int64
-        samples: Sequence[StepSample],
-        config: PolicyLossConfig,
-        groups: ParallelGroups,
-        vocab_size: int,
-    ) -> Microbatch:
-        """Communication: an all-gather of the logits over tp, unless they are whole."""
-        if places.shape != (len(logits), 2):
-            raise ConfigError(f"check_step: places_of returned shape {tuple(places.shape)}: it must be [{len(logits)}, 2]")
-        width = logits.shape[1]
-        start = 0 if width >= vocab_size else groups.tp.rank() * width
-        rows = (places[:, 0] >= 0).nonzero()[:, 0].to(logits.device)
-        named = [(sample, place) for sample, place in places.tolist() if sample >= 0]
-        for sample, place in named:
-            if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
-                raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
-        labels = [label_of(samples, *place) for place in named]
-        leaf = whole_columns(logits, vocab_size, groups)[rows, :vocab_size].double().requires_grad_()
-        tokens = oracle.scores_of(leaf, labels, oracle.DenseSettings(temperature=config.policy_temperature))
-        num_tokens = sum(samples[sample].loss_mask[place] for sample, place in named)
-        return cls(rows, named, leaf, tokens, logits, slice(start, min(start + width, vocab_size)), num_tokens)
-
     def target(self, derivatives: Derivatives) -> Tensor:  # [rows, V_tp] float32: of the step's loss by this rank's logits
         log_probs, entropy = (
-            self.logits.new_tensor([of_samples[sample][place] for sample, place in self.places]) for of_samples in derivatives
+            self.log_prob_gradients.new_tensor([of_samples[sample][place] for sample, place in self.places])[:, None]
+            for of_samples in derivatives
         )
-        loss = (self.tokens.log_probs * log_probs).sum() + (self.tokens.entropy * entropy).sum()
-        (gradient,) = torch.autograd.grad(loss, self.logits, retain_graph=True)
-        own = gradient[:, self.columns].float()
+        own = (log_probs * self.log_prob_gradients + entropy * self.entropy_gradients)[:, self.columns].float()
         target = torch.zeros_like(self.own_logits, dtype=torch.float32)
         target[self.rows, : own.shape[1]] = own
         return target
 
 
-def gather_tokens(microbatches: Sequence[Microbatch], samples: Sequence[StepSample], groups: ParallelGroups) -> list[Tensor]:
-    """Log-probability and entropy of each token, of each sample [response_length, 2] float64, equal on every rank. A masked token
-    that no row predicts has 0, which nothing reads.
-
-    Communication: one all-gather of objects over all ranks.
-    Raises: ConfigError, on every rank, for an unmasked token in no row of the step, and for a token in several.
-    """
-
-    def own() -> list[tuple[tuple[int, int], float, float]]:
-        if groups.tp.rank():  # all ranks of tp hold the same rows
-            return []
-        columns = ((one.places, one.tokens.log_probs.tolist(), one.tokens.entropy.tolist()) for one in microbatches)
-        return [token for of_one in columns for token in zip(*of_one, strict=True)]
-
-    found = [token for of_rank in on_all_ranks(own) for token in of_rank]
-    num_rows = [[0] * len(sample.loss_mask) for sample in samples]
-    known = [torch.zeros(len(sample.loss_mask), 2, dtype=torch.float64) for sample in samples]
-    for (number, place), log_prob, entropy in found:
-        num_rows[number][place] += 1
-        known[number][place] = torch.tensor([log_prob, entropy])
-    for number, (sample, of_sample) in enumerate(zip(samples, num_rows, strict=True)):
-        for place, (bit, count) in enumerate(zip(sample.loss_mask, of_sample, strict=True)):
-            if count > 1 or count < bit:
-                raise ConfigError(
-                    f"check_step: by places_of, token {place} of sample {number} is in {count} rows of the step: it must be in one"
-                )
-    return known
+def read_microbatch(
+    part: tuple[int, int],
+    logits: Tensor,  # [rows, V_tp], or [rows, V] where the output layer gathers
+    gradient: Tensor,  # of the loop's loss by the logits
+    places: Tensor,  # [rows, 2] int64
+    samples: Sequence[StepSample],
+    temperature: float,
+    groups: ParallelGroups,
+    vocab_size: int,
+) -> tuple[Microbatch, list[Row]]:
+    """Communication: an all-gather of logits and gradient over tp, unless they are whole."""
+    if places.shape != (len(logits), 2):
+        raise ConfigError(f"check_step: places_of returned shape {tuple(places.shape)}: it must be [{len(logits)}, 2]")
+    named = [(sample, place) for sample, place in places.tolist() if sample >= 0]
+    for sample, place in named:
+        if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
+            raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
+    is_placed = (places[:, 0] >= 0).to(logits.device)
+    whole, found = (whole_columns(values, vocab_size, groups).double() for values in (logits, gradient))
+    leaf, padding = whole[is_placed, :vocab_size].requires_grad_(), found[is_placed, vocab_size:].norm(dim=1)
+    tokens = oracle.scores_of(leaf, [label_of(samples, *place) for place in named], oracle.DenseSettings(temperature=temperature))
+    by_log_prob, by_entropy = (
+        torch.autograd.grad(values.sum(), leaf, retain_graph=True)[0] for values in (tokens.log_probs, tokens.entropy)
+    )
+    own = found[is_placed, :vocab_size]
+    products = [(one * other).sum(1) for one, other in combinations_with_replacement((own, by_log_prob, by_entropy), 2)]
+    columns = [*products, tokens.log_probs, tokens.entropy, *_token_and_temperature(leaf.detach(), own), padding]
+    values = torch.stack([column.detach().double() for column in columns], 1).tolist()
+    rows = [Row(part, *place, *of_row) for place, of_row in zip(named, values, strict=True)]
+    rows += [Row(part, -1, -1, square) for square in found[~is_placed].square().sum(1).tolist() if square]
+    start = 0 if logits.shape[1] >= vocab_size else groups.tp.rank() * logits.shape[1]
+    microbatch = Microbatch(
+        rows=is_placed.nonzero()[:, 0],
+        places=named,
+        log_prob_gradients=by_log_prob,
+        entropy_gradients=by_entropy,
+        own_logits=logits,
+        columns=slice(start, min(start + logits.shape[1], vocab_size)),
+        num_tokens=sum(samples[sample].loss_mask[place] for sample, place in named),
+    )
+    return microbatch, rows
 
 
 def whole_columns(shard: Tensor, vocab_size: int, groups: ParallelGroups) -> Tensor:  # [rows, V_tp or V] -> [rows, V], with padding
@@ -137,56 +137,40 @@ def label_of(samples: Sequence[StepSample], number: int, place: int) -> int:
     return samples[number].tokens[place - len(samples[number].loss_mask)]
 
 
-def rows_of(
-    microbatches: Sequence[Microbatch],
-    gradients: Sequence[Tensor],  # of the loop's loss by the logits, as Microbatch.target
-    derivatives: Derivatives,  # the right ones
-    vocab_size: int,
-    groups: ParallelGroups,
-) -> list[Row]:
-    """The rows of the whole step, equal on every rank.
-
-    Communication: an all-gather of the gradients over tp, and one of objects over all ranks.
-    """
-
-    def own() -> list[Row]:
-        found: list[Row] = []
-        for number, (one, gradient) in enumerate(zip(microbatches, gradients, strict=True)):
-            whole, right = (whole_columns(each, vocab_size, groups).double() for each in (gradient, one.target(derivatives)))
-            part, is_placed = (groups.dp_cp.rank(), number), torch.zeros(len(whole), dtype=torch.bool, device=whole.device)
-            is_placed[one.rows] = True
-            found += [Row(part, -1, -1, size) for size in whole[~is_placed].norm(dim=1).tolist() if size]
-            columns = _read(one.logits.detach(), whole[one.rows], right[one.rows])
-            found += [Row(part, *place, *of_row) for place, of_row in zip(one.places, columns.tolist(), strict=True)]
-        return [] if groups.tp.rank() else found  # all ranks of tp have the same rows
-
-    return [row for of_rank in on_all_ranks(own) for row in of_rank]
-
-
-def _read(logits: Tensor, whole: Tensor, right: Tensor) -> Tensor:  # [R, fields of Row from `size` on]
-    gradient, padding = whole.tensor_split([logits.shape[1]], 1)
+def _token_and_temperature(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:  # [R, V] -> [R], as in Row
     largest = gradient.abs().argmax(1, keepdim=True)
     is_alone = (gradient * gradient.gather(1, largest) > 0).sum(1) == 1
     # A line through the other columns, by least squares.
     is_other = torch.ones_like(logits).scatter_(1, largest, 0.0)
     x, y = (is_other * values for values in (logits, gradient.abs().clamp(min=TINY).log()))
     x, y = (is_other * (values - values.sum(1, keepdim=True) / is_other.sum(1, keepdim=True)) for values in (x, y))
-    columns = [
-        whole.norm(dim=1),
-        right.norm(dim=1),
-        (whole * right).sum(1),
-        torch.where(is_alone, largest[:, 0], -1),
-        x.square().sum(1) / (x * y).sum(1),
-        padding.norm(dim=1),
-    ]
-    return torch.stack([column.double() for column in columns], 1)
+    return torch.where(is_alone, largest[:, 0], -1), x.square().sum(1) / (x * y).sum(1)
+
+
+def known_tokens(rows: Sequence[Row], samples: Sequence[StepSample]) -> list[Tensor]:  # of each sample [response_length, 2] float64
+    """Log-probability and entropy of each token. A masked token that no row predicts has 0, which nothing reads.
+
+    Raises: ConfigError for an unmasked token in no row of the step, and for a token in several.
+    """
+    known = [torch.zeros(len(sample.loss_mask), 2, dtype=torch.float64) for sample in samples]
+    num_rows = [[0] * len(sample.loss_mask) for sample in samples]
+    for row in (row for row in rows if row.place >= 0):
+        known[row.sample][row.place] = torch.tensor([row.log_prob, row.entropy])
+        num_rows[row.sample][row.place] += 1
+    for number, (sample, counts) in enumerate(zip(samples, num_rows, strict=True)):
+        for place, (bit, count) in enumerate(zip(sample.loss_mask, counts, strict=True)):
+            if count > 1 or count < bit:
+                raise ConfigError(
+                    f"check_step: by places_of, token {place} of sample {number} is in {count} rows of the step: it must be in one"
+                )
+    return known
 
 
 def row_problem(tokens: Sequence[Row], samples: Sequence[StepSample], config: PolicyLossConfig, fit: float) -> str:
     """Which token the rows train, and at which temperature, where that is wrong. tokens: the rows of unmasked tokens. fit: how well
     a row must fit, relative to it."""
-    largest = max(row.size for row in tokens)
-    tokens = [row for row in tokens if row.size > SMALLEST_ROW * largest]
+    largest = max(row.gg for row in tokens)
+    tokens = [row for row in tokens if row.gg > SMALLEST_ROW**2 * largest]
     others = [row for row in tokens if row.trained not in (-1, label_of(samples, *row.token))]
     if others and all(row.trained == label_of(samples, row.sample, row.place - 1) for row in others):
         return (
@@ -199,7 +183,7 @@ def row_problem(tokens: Sequence[Row], samples: Sequence[StepSample], config: Po
             f"the labels of {len(others)} rows are of other rows: token {row.place} of sample {row.sample} is "
             f"{label_of(samples, *row.token)}, and its row trains {row.trained:g}. Take labels and logits in one order"
         )
-    if any(row.padding > fit * row.size for row in tokens):
+    if any(row.padding > fit * row.gg**0.5 for row in tokens):
         return "padded columns of the vocabulary take part in the softmax: pass vocab_size to the loss"
     right, common = config.policy_temperature, median(row.temperature for row in tokens)
     if config.entropy_coefficient or abs(common - right) < fit * right:  # beside an entropy term there is no line
