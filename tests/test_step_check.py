@@ -6,7 +6,6 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
-from megatron_rl.testing import step_check
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import in_rollouts, ragged_samples
-from megatron_rl.testing.step_check import check_step, what_the_step_hides
+from megatron_rl.testing.step_check import check_step, settings_alike
 
 pytestmark = pytest.mark.megatron
 
@@ -275,14 +273,6 @@ def test_lost_rollouts_have_their_name(pool):
         assert "tokens weigh as if each sample were a rollout of its own" in found
 
 
-def test_drawn_tokens_are_refused():
-    """kl_cov's are those of a sort, which the dense step makes too."""
-    config, model_config = replace(GSPO, token_selection="clip_cov"), SimpleNamespace(finalize_model_grads_func=print)
-    with pytest.raises(ConfigError, match="token_selection='clip_cov' draws tokens by a seed that check_step does not know"):
-        step_check._check_settings(model_config, config, [])
-    step_check._check_settings(model_config, replace(config, token_selection="kl_cov"), [])
-
-
 def test_a_step_whose_tokens_are_selected_needs_scores():
     config = PolicyLossConfig(token_selection="kl_cov", token_selection_share=0.1)
     with pytest.raises(DataError, match="token_selection=kl_cov reads scores of each sample, and one has none: give them"):
@@ -337,10 +327,10 @@ def known_of(samples: list[StepSample]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("lengths", "prompts", "alike"),
     [
-        ([4, 4, 4, 4], "aabb", "under prompt_mean, sample_mean, token_mean: the check cannot tell these apart"),
-        ([1, 7, 2, 6], "aabb", "under prompt_mean, token_mean: the check cannot tell these apart"),
-        ([3, 5, 2], "abc", "under prompt_mean, sample_mean: the check cannot tell these apart"),
-        ([1, 7, 2, 3], "aabb", ""),
+        ([4, 4, 4, 4], "aabb", ["sample_mean", "token_mean"]),
+        ([1, 7, 2, 6], "aabb", ["token_mean"]),
+        ([3, 5, 2], "abc", ["sample_mean"]),
+        ([1, 7, 2, 3], "aabb", []),
     ],
     ids=["one length", "prompts of as many tokens", "prompts of one sample", "ragged"],
 )
@@ -350,20 +340,17 @@ def test_samples_that_cannot_tell_aggregations_apart_are_said(lengths, prompts, 
         StepSample(tokens=[1] * (length + 1), loss_mask=[1] * length, prompt_id=prompt, advantage=1.0)
         for length, prompt in zip(lengths, prompts, strict=True)
     ]
-    said = [*what_the_step_hides(samples, known_of(samples), replace(GSPO, policy_loss="reinforce"))]
-    assert len(said) == bool(alike) and alike in "".join(said)
+    config = replace(GSPO, policy_loss="reinforce")
+    assert settings_alike(samples, known_of(samples), config) == [f"loss_aggregation={name}" for name in alike]
 
 
 def test_a_step_says_which_clips_it_cannot_tell_apart():
     samples = samples_of_step()
     known = known_of(samples)
     on_policy = [replace(sample, old_log_probs=None) for sample in samples]
-    [words] = what_the_step_hides(on_policy, known, GSPO)
-    assert words.startswith(
-        "half and twice clip_ratio_low, clip_ratio_high give the gradient of this step too: the check cannot tell"
-    )
-    assert not [*what_the_step_hides(on_policy, known, replace(GSPO, policy_loss="reinforce"))]  # it has no ratio
+    assert settings_alike(on_policy, known, GSPO) == ["half and twice clip_ratio_low", "half and twice clip_ratio_high"]
+    assert not settings_alike(on_policy, known, replace(GSPO, policy_loss="reinforce"))  # it has no ratio
     # Of the samples' mean log-ratios one with A < 0 is -0.0105, and one with A > 0 is 0.0228.
-    assert not [*what_the_step_hides(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=0.02))]
-    [words] = what_the_step_hides(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=0.9))
-    assert words.startswith("half and twice clip_ratio_high give the gradient of this step too")
+    assert not settings_alike(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=0.02))
+    far = replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=0.9)
+    assert settings_alike(samples, known, far) == ["half and twice clip_ratio_high"]

@@ -225,7 +225,7 @@ def test_ratios_far_from_the_clip_are_said_to_hide_it(pool):
     (error, said), (other, nothing) = pool.run(run_loop, source)
     assert (error, other, nothing) == ("", "", [])
     [words] = said
-    assert words.startswith("check_step: half and twice clip_ratio_low, clip_ratio_high give the gradient of this step too")
+    assert words.startswith("check_step: half and twice clip_ratio_low, half and twice clip_ratio_high give the gradient of this")
 
 
 ON_THE_EDGE = """

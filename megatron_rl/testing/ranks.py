@@ -182,13 +182,12 @@ class RankPool:
             for number, rank in pending.items():
                 limits = f"within {self.timeout:g} s, or {_GRACE_SECONDS:g} s after the first failure"
                 failures[number] = (math.inf, f"gave no answer {limits}; it was here:\n{_stack_of(rank)}")
-        except BaseException:  # Ctrl-C, or a test's timeout: the next call must not read the answers to this one
+            if failures:
+                in_order = sorted(failures.items(), key=lambda failure: failure[1][0])
+                raise RankError({number: error for number, (_, error) in in_order}, len(ranks))
+        except BaseException:  # also Ctrl-C, or a test's timeout: the next call must not read the answers to this one
             _end_ranks(self._ranks)
             raise
-        if failures:
-            _end_ranks(self._ranks)
-            in_order = sorted(failures.items(), key=lambda failure: failure[1][0])
-            raise RankError({number: error for number, (_, error) in in_order}, len(ranks))
         return [results[number] for number in range(len(ranks))]
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +23,12 @@ from torch import Tensor
 from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
-from megatron_rl.layout.groups import ParallelGroups, broadcast_from_last, resolve_group, resolve_groups
+from megatron_rl.layout.groups import ParallelGroups, broadcast_from_last, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
-from megatron_rl.registries.token_selections import Taken, get_token_selection
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import MULTIPLE_TOLERANCE, Comparison, compare_shards, named_sizes
@@ -48,7 +46,7 @@ from megatron_rl.testing.step_rows import Derivatives, Microbatch, Row, known_to
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
 # the layouts of the tests), or of 16 bits (2^-9 of each).
 TOLERANCE, TOLERANCE_OF_16_BITS = 1e-5, 1e-2
-# How well a row's gradient must fit, relative to it, and a mistake's gradient, relative to all rows; then in 16 bits.
+# How well a row's temperature must fit, and a mistake's gradient, relative to all rows; then in 16 bits.
 FIT, MATCH, FIT_OF_16_BITS, MATCH_OF_16_BITS = 1e-3, 1e-4, 5e-2, 2e-2
 # A model without dropout gives the same logits twice: exactly on one device, and nearly where a kernel adds in any order.
 REPEATED_LOGITS = 1e-3
@@ -95,30 +93,37 @@ def check_step(
     Returns: the comparison; gradient_error is relative, about 4e-7 in float32.
     Warns: on rank 0, where a mistake would pass: the samples weigh the same under another aggregation, or another clip gives the
         same gradient, as where every ratio is 1.
-    Communication: two steps of the schedule, the probe's, and a gather of the step's log-probabilities over all ranks. Where the
-        gradient is wrong, one of its rows.
+    Communication: two steps of the schedule, the probe's, and a gather of what is known of the step's rows over all ranks.
     Raises: ConfigError, on every rank: for a wrong gradient or reported loss, with the mistake or the factor by its name; where
         places_of misses an unmasked token or names one twice; for a model with dropout, and where nothing reduces gradients.
     """
     models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
     model_config = model_config_of(models[0])
-    _check_settings(model_config, config, samples)
+    if model_config.finalize_model_grads_func is None:
+        raise ConfigError(
+            "check_step: finalize_model_grads_func is None in the model's config, so the schedule never reduces gradients over "
+            "ranks: set it to megatron.core.distributed.finalize_model_grads"
+        )
+    if config.kl_coefficient and any(sample.ref_log_probs is None for sample in samples):
+        raise ConfigError("check_step: kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")
     groups = resolve_groups(models[0])
     probe_schedule(calculate_per_token_loss=model_config.calculate_per_token_loss, ddp_config=models[0].ddp_config)
     run = partial(_run, models, batches, seq_length, micro_batch_size)
     own = _Recorder(forward_step)
     reports = run(own)
     gradients = _gradients(models)
-    microbatches, own_rows = [], []
-    for number, logits in enumerate(own.logits):
-        part, places = (groups.dp_cp.rank(), number), places_of(own.batches[number])
-        microbatch, of_one = read_microbatch(
-            part, logits, own.gradients[number], places, samples, config.policy_temperature, groups, vocab_size
-        )
-        microbatches.append(microbatch)
-        own_rows += of_one
-    # All ranks of tp have the same rows.
-    rows = [row for of_rank in on_all_ranks(lambda: [] if groups.tp.rank() else own_rows) for row in of_rank]
+    microbatches: list[Microbatch] = []
+
+    def read() -> list[Row]:
+        rows = []
+        for number, (logits, gradient, batch) in enumerate(zip(own.logits, own.gradients, own.batches, strict=True)):
+            part = groups.dp_cp.rank(), number
+            microbatch, of_one = read_microbatch(part, logits, gradient, places_of(batch), samples, config, groups, vocab_size)
+            microbatches.append(microbatch)
+            rows += of_one
+        return [] if groups.tp.rank() else rows  # all ranks of tp have the same
+
+    rows = [row for of_rank in on_all_ranks(read) for row in of_rank]
     known = known_tokens(rows, samples)
     step = dense_step(samples, known, config)
     scale = partial(
@@ -145,9 +150,13 @@ def check_step(
         found = found.with_loss(_loss_of(reports, reported_loss, groups), step.loss, step.loss_scale)
     is_16_bit = any(on_all_ranks(lambda: any(logits.dtype != torch.float32 for logits in own.logits)))
     tolerance = TOLERANCE_OF_16_BITS if is_16_bit else TOLERANCE
-    if torch.distributed.get_rank() == 0:
-        for words in what_the_step_hides(samples, known, config):
-            warnings.warn(f"check_step: {words}", stacklevel=2)
+    if torch.distributed.get_rank() == 0 and (alike := settings_alike(samples, known, config)):
+        warnings.warn(
+            f"check_step: {', '.join(alike)} give the gradient of this step too: the check cannot tell them from config. Give it "
+            "responses of different lengths, prompts with different numbers of tokens, and, to the loss too, old log-probabilities "
+            "whose ratios lie on both sides of the clip, and near it",
+            stacklevel=2,
+        )
     if found.is_within(tolerance):
         return found
     mistake = ""
@@ -165,40 +174,29 @@ def _cause(
     found: Comparison, tolerance: float, groups: ParallelGroups, num_microbatches: int, samples: Sequence[StepSample], rows: int
 ) -> str:
     """What the numbers of the whole gradient say, such as a factor with a name, and what to do where it is the schedule's."""
-    layout = Layout(
-        tensor=groups.tp.size(),
-        context=groups.cp.size(),
-        pipeline=groups.pp.size(),
-        data=groups.dp.size(),
-        expert=resolve_group(None, "ep").size(),
-        num_microbatches=num_microbatches,
-    )
+    tensor, context, data = groups.tp.size(), groups.cp.size(), groups.dp.size()
+    layout = Layout(tensor=tensor, context=context, data=data, num_microbatches=num_microbatches)
     cause = found.cause(tolerance, named_sizes(layout, samples, rows=rows))
     is_unscaled = abs(found.ratio * groups.dp_cp.size() * num_microbatches - 1) < MULTIPLE_TOLERANCE
     return f"{cause}; {CURE}" if is_unscaled else cause
 
 
-def what_the_step_hides(samples: Sequence[StepSample], known: Sequence[Tensor], config: PolicyLossConfig) -> Iterator[str]:
-    """The mistakes that these samples cannot show, with the data that would."""
-    right = dense_step(samples, known, config)
-
-    def is_alike(**settings: Any) -> bool:
-        return dense_step(samples, known, replace(config, **settings)).is_near(right)
-
+def settings_alike(samples: Sequence[StepSample], known: Sequence[Tensor], config: PolicyLossConfig) -> list[str]:
+    """The settings whose mistakes these samples cannot show: other values give the same gradient."""
     names = [name for name in _other_aggregations(samples, config) if not get_loss_aggregation(name).takes_divisor]
-    if alike := [name for name in names if is_alike(loss_aggregation=name, loss_aggregation_divisor=None)]:
-        yield (
-            f"every sample of this step weighs the same under {', '.join([config.loss_aggregation, *alike])}: the check cannot "
-            "tell these apart. Give it responses of different lengths, and prompts with different numbers of tokens"
-        )
+    others: dict[str, list[dict[str, Any]]] = {
+        f"loss_aggregation={name}": [{"loss_aggregation": name, "loss_aggregation_divisor": None}] for name in names
+    }
     bounds = get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (0.0, 0.0)
-    clips = {name: bound for name, bound in zip(NO_CLIP, bounds, strict=True) if bound not in (0.0, 1.0)}  # 1: no lower bound
-    others = {name: [min(bound * factor, NO_CLIP[name]) for factor in (0.5, 2.0)] for name, bound in clips.items()}
-    if alike := [name for name, values in others.items() if all(is_alike(**{name: value}) for value in values)]:
-        yield (
-            f"half and twice {', '.join(alike)} give the gradient of this step too: the check cannot tell clips, or losses, apart. "
-            "Give it, and the loss, old log-probabilities whose ratios lie on both sides of each bound, and near it"
-        )
+    for name, bound in zip(NO_CLIP, bounds, strict=True):
+        if bound not in (0.0, 1.0):  # 1: no lower bound
+            others[f"half and twice {name}"] = [{name: min(bound * factor, NO_CLIP[name])} for factor in (0.5, 2.0)]
+    right = dense_step(samples, known, config)
+    return [
+        words
+        for words, changes in others.items()
+        if all(dense_step(samples, known, replace(config, **change)).is_near(right) for change in changes)
+    ]
 
 
 def _other_aggregations(samples: Sequence[StepSample], config: PolicyLossConfig) -> list[str]:
@@ -206,24 +204,6 @@ def _other_aggregations(samples: Sequence[StepSample], config: PolicyLossConfig)
     has_rollouts = rollout_ids_of(samples) is not None
     names = [name for name in oracle.AGGREGATIONS if has_rollouts or not get_loss_aggregation(name).needs_rows]
     return [name for name in names if name != config.loss_aggregation]
-
-
-def _check_settings(model_config: Any, config: PolicyLossConfig, samples: Sequence[StepSample]) -> None:
-    problems = []
-    if model_config.finalize_model_grads_func is None:
-        problems.append(
-            "finalize_model_grads_func is None in the model's config, so the schedule never reduces gradients over ranks: set it "
-            "to megatron.core.distributed.finalize_model_grads"
-        )
-    if config.kl_coefficient and any(sample.ref_log_probs is None for sample in samples):
-        problems.append("kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")
-    if get_token_selection(config.token_selection).taken == Taken.RANDOM:
-        problems.append(
-            f"token_selection={config.token_selection!r} draws tokens by a seed that check_step does not know: check the loop with "
-            "token_selection='kl_cov', whose tokens are those of a sort"
-        )
-    if problems:
-        raise ConfigError([f"check_step: {problem}" for problem in problems])
 
 
 class _Recorder:
@@ -347,7 +327,7 @@ class _Alternative(NamedTuple):
 
     words: str
     cure: str
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = {}
     samples: Sequence[StepSample] | None = None
     parts: Sequence[set[tuple[int, int]]] = ()
 

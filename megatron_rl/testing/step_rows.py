@@ -9,6 +9,7 @@ So the label's column alone has the sign of c, and the logarithms of the others 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -57,7 +58,7 @@ class Row(NamedTuple):
     def products_with(self, derivatives: Derivatives) -> tuple[float, float, float]:
         """|g|^2, |other|^2 and g x other for the other gradient c d + e h; 0 where it is not known."""
         c, e = (float(of_samples[self.sample][self.place]) for of_samples in derivatives)
-        if c != c or e != e:
+        if math.isnan(c) or math.isnan(e):
             return 0.0, 0.0, 0.0
         return self.gg, c * c * self.dd + 2 * c * e * self.dh + e * e * self.hh, c * self.gd + e * self.gh
 
@@ -91,7 +92,7 @@ def read_microbatch(
     gradient: Tensor,  # of the loop's loss by the logits
     places: Tensor,  # [rows, 2] int64
     samples: Sequence[StepSample],
-    temperature: float,
+    config: PolicyLossConfig,
     groups: ParallelGroups,
     vocab_size: int,
 ) -> tuple[Microbatch, list[Row]]:
@@ -105,7 +106,8 @@ def read_microbatch(
     is_placed = (places[:, 0] >= 0).to(logits.device)
     whole, found = (whole_columns(values, vocab_size, groups).double() for values in (logits, gradient))
     leaf, padding = whole[is_placed, :vocab_size].requires_grad_(), found[is_placed, vocab_size:].norm(dim=1)
-    tokens = oracle.scores_of(leaf, [label_of(samples, *place) for place in named], oracle.DenseSettings(temperature=temperature))
+    settings = oracle.DenseSettings(temperature=config.policy_temperature)
+    tokens = oracle.scores_of(leaf, [label_of(samples, *place) for place in named], settings)
     by_log_prob, by_entropy = (
         torch.autograd.grad(values.sum(), leaf, retain_graph=True)[0] for values in (tokens.log_probs, tokens.entropy)
     )
