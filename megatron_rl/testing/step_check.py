@@ -183,10 +183,7 @@ def _cause(
 
 def settings_alike(samples: Sequence[StepSample], known: Sequence[Tensor], config: PolicyLossConfig) -> list[str]:
     """The settings whose mistakes these samples cannot show: other values give the same gradient."""
-    names = [name for name in _other_aggregations(samples, config) if not get_loss_aggregation(name).takes_divisor]
-    others: dict[str, list[dict[str, Any]]] = {
-        f"loss_aggregation={name}": [{"loss_aggregation": name, "loss_aggregation_divisor": None}] for name in names
-    }
+    others = {f"loss_aggregation={name}": [settings] for name, settings in _other_aggregations(samples, config).items()}
     bounds = get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (0.0, 0.0)
     for name, bound in zip(NO_CLIP, bounds, strict=True):
         if bound not in (0.0, 1.0):  # 1: no lower bound
@@ -199,11 +196,15 @@ def settings_alike(samples: Sequence[StepSample], known: Sequence[Tensor], confi
     ]
 
 
-def _other_aggregations(samples: Sequence[StepSample], config: PolicyLossConfig) -> list[str]:
-    """The built-in ones. row_mean is sample_mean where each sample is a rollout."""
+def _other_aggregations(samples: Sequence[StepSample], config: PolicyLossConfig) -> dict[str, dict[str, Any]]:
+    """The settings of the built-in ones, by name. row_mean is sample_mean where each sample is a rollout."""
     has_rollouts = rollout_ids_of(samples) is not None
     names = [name for name in oracle.AGGREGATIONS if has_rollouts or not get_loss_aggregation(name).needs_rows]
-    return [name for name in names if name != config.loss_aggregation]
+    return {
+        name: {"loss_aggregation": name, "loss_aggregation_divisor": DIVISOR if name == "constant" else None}
+        for name in names
+        if name != config.loss_aggregation
+    }
 
 
 class _Recorder:
@@ -368,9 +369,8 @@ class _Mistakes:
         shown = {number for number, _ in trained}
         expected = {row.token for row in tokens if row.products_with(self.right.derivatives)[1] and row.sample in shown}
         missing = expected - trained
-        places = [[place for place, bit in enumerate(sample.loss_mask) if bit] for sample in self.samples]
-        for name, where, end in (("first", "late", 0), ("last", "early", -1)):
-            ends = {(number, of_sample[end]) for number, of_sample in enumerate(places) if of_sample} & expected
+        for name, where, end in (("first", "late", min), ("last", "early", max)):
+            ends = {end(token for token in unmasked if token[0] == number) for number, _ in expected} & expected
             if missing and missing == ends and missing != expected:
                 return (
                     f"the mask is one row {where}, or one token short: the {name} token of each response has no gradient. A token "
@@ -421,10 +421,7 @@ class _Mistakes:
         """The usual mistakes first."""
         config, samples = self.config, self.samples
         weigh = f"weigh with sample_token_weights({config.loss_aggregation!r}, ...)"
-        others: dict[str, dict[str, Any]] = {
-            name: {"loss_aggregation": name, "loss_aggregation_divisor": DIVISOR if name == "constant" else None}
-            for name in _other_aggregations(samples, config)
-        }
+        others = _other_aggregations(samples, config)
         for name, settings in others.items():
             yield _Alternative(f"tokens weigh as under {name}", weigh, settings)
         alone = [replace(sample, prompt_id=str(number)) for number, sample in enumerate(samples)]
