@@ -29,8 +29,8 @@ from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.further import ROLLOUT_METRICS
 from megatron_rl.metrics.policy import METRICS, Reduction
 from megatron_rl.step_counts import StepTotals
-from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
-from megatron_rl.testing.layout_step import LayoutModel, row_length
+from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
+from megatron_rl.testing.layout_step import POLICY_VERSION, LayoutModel, row_length
 from megatron_rl.testing.reference import (
     CLIPS,
     DIVISOR,

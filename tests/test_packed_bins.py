@@ -30,7 +30,7 @@ from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.forward_step import MicrobatchReport
 from megatron_rl.megatron.packed_bins import PackedBin, PackedForwardStep, batches_of_step, samples_of_bin
-from megatron_rl.testing.invariance import as_train_step_logs
+from megatron_rl.testing.layout_step import as_train_step_logs
 
 pytestmark = pytest.mark.megatron
 

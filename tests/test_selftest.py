@@ -280,8 +280,6 @@ def compared_on_rank(rank: int, wrong_rank: int, dim: int | None) -> Comparison:
 def test_a_comparison_over_ranks_by_hand(pool, sizes, wrong_rank, dim, squared_error):
     found = pool.run(compared_on_rank, wrong_rank, dim, **sizes)
     assert found[0] == found[1] and found[0].gradient_error ** 2 == pytest.approx(squared_error)
-    told = found[0].cause(1e-5, {}).startswith("data- and context-parallel ranks hold different gradients: nothing added them up")
-    assert found[0].ranks_differ == told == (not sizes)
 
 
 def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():

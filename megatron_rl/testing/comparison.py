@@ -16,8 +16,6 @@ from megatron_rl.testing.layout_step import Layout, RankStep, Shards, StepSample
 
 # The relative residual beside a gradient that is a multiple of the true one is at most this.
 MULTIPLE_TOLERANCE = 1e-4
-# After an all-reduce replicas hold the same bits; a norm that sequence parallelism sums in another order differs by 1e-7.
-REPLICA_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +35,23 @@ class Truth:
 class Comparison:
     """All values are relative. ratio: found along expected. gradient_error: norm of the difference. residual: norm of the part that
     no factor explains. loss_error: over the truth's loss_scale; None where no loss was reported. loss_ratio: found over expected,
-    NaN where 0 is expected. norm_error: error of the optimiser's norm; None without one. ranks_differ: replicas of the model hold
-    different gradients.
+    NaN where 0 is expected. norm_error: error of the optimiser's norm; None without one.
     """
 
     ratio: float
     gradient_error: float
     residual: float
-    loss_error: float | None
-    loss_ratio: float
-    norm_error: float | None
-    ranks_differ: bool = False
+    loss_error: float | None = None
+    loss_ratio: float = math.nan
+    norm_error: float | None = None
 
     @property
     def is_no_multiple(self) -> bool:
         """Whether the gradient has another direction than the true one."""
         return math.isfinite(self.ratio) and math.isfinite(self.residual) and self.residual >= MULTIPLE_TOLERANCE * abs(self.ratio)
+
+    def with_loss(self, found: float, expected: float, scale: float) -> Comparison:
+        return replace(self, loss_error=abs(found - expected) / scale, loss_ratio=found / expected if expected else math.nan)
 
     def is_within(self, tolerance: float) -> bool:
         errors = (self.gradient_error, self.loss_error or 0.0, self.norm_error or 0.0)
@@ -61,9 +60,7 @@ class Comparison:
     def cause(self, tolerance: float, sizes: Mapping[str, int]) -> str:
         """What is wrong, in words; empty where nothing is. sizes: the factors that have a name."""
         parts = []
-        if not self.gradient_error < tolerance and self.ranks_differ:
-            parts.append("data- and context-parallel ranks hold different gradients: nothing added them up")
-        elif not self.gradient_error < tolerance:
+        if not self.gradient_error < tolerance:
             parts.append(cause_of_gradient(self.ratio, self.residual, sizes))
         elif not (self.norm_error or 0.0) < tolerance:
             parts.append(f"the optimiser's gradient norm is off by {self.norm_error:.2g}, the gradient itself is right")
@@ -109,12 +106,8 @@ def named_sizes(layout: Layout, samples: Sequence[StepSample], *, rows: int = 1)
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
     """The comparison with the whole gradient: this rank's shards are cut out of it. As compare_shards."""
-    return replace(
-        compare_part(found, truth, groups, lambda name: True),
-        loss_error=abs(found.loss - truth.loss) / truth.loss_scale,
-        loss_ratio=found.loss / truth.loss if truth.loss else math.nan,
-        norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
-    )
+    compared = compare_part(found, truth, groups, lambda name: True).with_loss(found.loss, truth.loss, truth.loss_scale)
+    return replace(compared, norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0))
 
 
 def compare_part(found: RankStep, truth: Truth, groups: ParallelGroups, is_one: Callable[[str], bool]) -> Comparison:
@@ -135,31 +128,22 @@ def compare_shards(
     Communication: an all-reduce of four numbers over tp and pp each, an all-gather of them over dp-cp; for a mixture of experts the
     same over its groups.
     """
-    worst, ranks_differ = _farthest(found, expected, False, (groups.tp, groups.pp), groups.dp_cp)
+    worst = _farthest(found, expected, False, (groups.tp, groups.pp), groups.dp_cp)
     if has_experts:
         shards, replicas = (resolve_group(None, "expert_mp"), groups.pp), resolve_group(None, "expert_dp")
-        farthest, experts_differ = _farthest(found, expected, True, shards, replicas)
-        worst, ranks_differ = worst + farthest, ranks_differ or experts_differ
+        worst = worst + _farthest(found, expected, True, shards, replicas)
     products, differences, squares, of_truth = worst.tolist()
     ratio = products / of_truth
     # Along and beside: |found|^2 = ratio^2 |truth|^2 + residual^2 |truth|^2; rounding may take the difference below 0.
     residual = max(squares / of_truth - ratio**2, 0.0) ** 0.5
-    return Comparison(
-        ratio=ratio,
-        gradient_error=(differences / of_truth) ** 0.5,
-        residual=residual,
-        loss_error=None,
-        loss_ratio=math.nan,
-        norm_error=None,
-        ranks_differ=ranks_differ,
-    )
+    return Comparison(ratio=ratio, gradient_error=(differences / of_truth) ** 0.5, residual=residual)
 
 
 def _farthest(
     found: Sequence[Shards], expected: Mapping[str, Tensor], of_experts: bool, shards: Sequence[Group], replicas: Group
-) -> tuple[Tensor, bool]:
-    """found x truth, |found - truth|^2, |found|^2, |truth|^2 of the replica that is farthest off, [4] float64, and whether replicas
-    differ. What all ranks of the group of the shards hold counts 1 / size on each."""
+) -> Tensor:  # [4] float64
+    """found x truth, |found - truth|^2, |found|^2, |truth|^2 of the replica that is farthest off. What all ranks of the group of
+    the shards hold counts 1 / size on each."""
     sums = torch.zeros(4, dtype=torch.float64)
     for name, shard in (item for gradients in found for item in gradients.items() if is_of_expert(item[0]) == of_experts):
         one, truth, share = shard.gradient, expected[name], 1.0 / shard.size if shard.dim is None else 1.0
@@ -169,5 +153,4 @@ def _farthest(
     for group in shards:
         sums = all_reduce_sum(sums, group)
     of_replicas = all_gather_stack(sums, replicas).cpu()
-    worst = of_replicas[of_replicas[:, 1].argmax()]  # NaN counts as the largest
-    return worst, bool(((of_replicas - of_replicas[:1]).abs() > REPLICA_TOLERANCE * worst[3]).any())
+    return of_replicas[of_replicas[:, 1].argmax()]  # NaN counts as the largest

@@ -17,34 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.testing.layout_step import (
-    POLICY_VERSION,
-    Layout,
-    LayoutModel,
-    RankStep,
-    Shard,
-    StepSample,
-    TinyGPT,
-    as_train_step_logs,
-    joined,
-    make_step_batches,
-    row_length,
-)
+from megatron_rl.testing.layout_step import Layout, LayoutModel, RankStep, Shard, StepSample, TinyGPT, joined, row_length
 from megatron_rl.testing.ranks import RankPool
-
-__all__ = [
-    "POLICY_VERSION",
-    "Layout",
-    "StepResult",
-    "StepSample",
-    "TinyGPT",
-    "as_train_step_logs",
-    "make_step_batches",
-    "merged",
-    "step_on_layout",
-    "steps_on_layout",
-    "with_old_log_probs",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import tempfile
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -37,8 +36,6 @@ HANG_SECONDS = 300.0
 # The caller ends a rank after the timeout. A rank that runs this much longer has lost its caller.
 _ORPHAN_SECONDS = 15
 _SEED = 123
-# This process's ends of all ranks' pipes. A forked rank closes its copies, so that a pipe ends with its owner.
-_callers_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class RankError(RuntimeError):
@@ -96,8 +93,8 @@ class RankPool:
             pool.run(function, 3, 4, world_size=2, context_parallel_size=2)         # on ranks 0 and 1 alone, at CP2
 
     The first call forks the ranks from this process, which takes 0.2 to 0.6 s. Later a function that can be pickled is sent to the
-    living ranks; a closure, or a function of a module that was imported since, makes the pool fork again. A rank sees this process
-    as it was at the fork, without later patches. Each call begins with the same random state on every rank.
+    living ranks; a closure, or a function of __main__, makes the pool fork again. A rank sees this process as it was at the fork,
+    without later patches. Each call begins with the same random state on every rank.
 
     Where a rank raises, dies or gives no answer within `timeout` seconds, `run` raises RankError with tracebacks, or the stacks
     where they hang; the pool then ends all its ranks, and the next call starts new ones.
@@ -108,7 +105,6 @@ class RankPool:
     def __init__(self, world_size: int = 4, *, timeout: float = HANG_SECONDS, use_megatron: bool = True):
         self.world_size, self.timeout, self.use_megatron = world_size, timeout, use_megatron
         self._ranks: list[_Rank] = []
-        self._known_modules: frozenset[str] = frozenset()
         self._layout: tuple[int, dict[str, Any]] | None = None
         self._num_layouts = 0
         # Also runs when the interpreter ends, before multiprocessing waits for its children there.
@@ -130,7 +126,8 @@ class RankPool:
         if self._layout != (world_size, model_parallel):  # else the groups of the last call stay
             self._layout, self._num_layouts = (world_size, model_parallel), self._num_layouts + 1
         job = _Job(function, args, world_size, model_parallel, rendezvous=str(self._num_layouts))
-        payload = self._pickled(job) if self._is_alive() else None
+        is_alive = bool(self._ranks) and all(rank.process.is_alive() for rank in self._ranks)
+        payload = _pickled(job) if is_alive else None
         if payload is None:
             self.close()
             self._start(job)
@@ -143,41 +140,17 @@ class RankPool:
         """Ends all ranks; the pool may be used again and then starts new ones."""
         _end_ranks(self._ranks)
 
-    def _is_alive(self) -> bool:
-        return bool(self._ranks) and all(rank.process.is_alive() for rank in self._ranks)
-
-    def _pickled(self, job: _Job) -> bytes | None:
-        """The job for living ranks; None where only a fork can hand it over."""
-        function = job.function
-        while hasattr(function, "func"):  # functools.partial
-            function = function.func
-        # Functions are pickled as module and name: the ranks must have that module, as it was at the fork.
-        if function.__module__ not in self._known_modules:
-            return None
-        try:
-            return pickle.dumps(job)
-        except (pickle.PicklingError, AttributeError, TypeError):  # what lambdas, local functions and handles give
-            return None
-
     def _start(self, job: _Job) -> None:
         """Forks all ranks; those that take part find the first job in their copy of this process's memory."""
-        if dist.is_initialized():
-            raise ConfigError(
-                "this process has initialised torch.distributed, and a forked rank cannot leave that group: call run_ranks and "
-                "RankPool from a process that is not a rank itself"
-            )
         if self.use_megatron:  # once here and not in each rank: 2 s, not 2 s times the ranks that share a core
             import_megatron()
             import torch._dynamo  # noqa: F401  # an optimiser's first step imports it
-        # In an interactive session __main__ may change after the fork.
-        self._known_modules = frozenset(sys.modules) - {"__main__"}
         context = multiprocessing.get_context("fork")
         with socket.create_server(("127.0.0.1", 0)) as listener:  # a free port, which rank 0 takes over
             for number in range(self.world_size):
                 callers_end, ranks_end = context.Pipe()
-                _callers_ends.add(callers_end)
                 served = _ServedRank(number, self.timeout, self.use_megatron, listener, tempfile.TemporaryFile())
-                arguments = (ranks_end, job if number < job.world_size else None)
+                arguments = (callers_end, ranks_end, job if number < job.world_size else None)
                 # Not a daemon: those may not start processes, and Megatron's checkpoint writers are processes.
                 process = context.Process(target=served.serve, args=arguments, daemon=False)
                 with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads; a rank uses none of them
@@ -188,7 +161,7 @@ class RankPool:
 
     def _collect(self, ranks: list[_Rank]) -> list[Any]:
         """Waits for all answers: at most the timeout, and after a failure at most _GRACE_SECONDS."""
-        deadline, reason = time.monotonic() + self.timeout, f"gave no answer within {self.timeout:g} s"
+        deadline = time.monotonic() + self.timeout
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str]] = {}  # when, what
         pending = dict(enumerate(ranks))
@@ -202,21 +175,30 @@ class RankPool:
                     del pending[number]
                     is_result, answer = _receive(rank)
                     (results if is_result else failures)[number] = answer
-                    if not is_result and len(failures) == 1 and time.monotonic() + _GRACE_SECONDS < deadline:
-                        deadline = time.monotonic() + _GRACE_SECONDS
-                        reason = f"was still busy {_GRACE_SECONDS:g} s after rank {number} had failed"
+                    if not is_result and len(failures) == 1:
+                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             for rank in pending.values():
                 os.kill(rank.process.pid, signal.SIGUSR1)  # not yet collected, so the number still belongs to it
             for number, rank in pending.items():
-                failures[number] = (math.inf, f"{reason}; it was here:\n{_stack_of(rank)}")
-        except BaseException:  # Ctrl-C, or a test's timeout: the next call must not read the answers to this one
+                limits = f"within {self.timeout:g} s, or {_GRACE_SECONDS:g} s after the first failure"
+                failures[number] = (math.inf, f"gave no answer {limits}; it was here:\n{_stack_of(rank)}")
+            if failures:
+                in_order = sorted(failures.items(), key=lambda failure: failure[1][0])
+                raise RankError({number: error for number, (_, error) in in_order}, len(ranks))
+        except BaseException:  # also Ctrl-C, or a test's timeout: the next call must not read the answers to this one
             _end_ranks(self._ranks)
             raise
-        if failures:
-            _end_ranks(self._ranks)
-            in_order = sorted(failures.items(), key=lambda failure: failure[1][0])
-            raise RankError({number: error for number, (_, error) in in_order}, len(ranks))
         return [results[number] for number in range(len(ranks))]
+
+
+def _pickled(job: _Job) -> bytes | None:
+    """The job for living ranks; None where only a fork can hand it over."""
+    try:
+        payload = pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError):  # what lambdas, local functions and handles give
+        return None
+    # By its name: in an interactive session __main__ may have changed since the fork.
+    return None if b"__main__" in payload else payload
 
 
 def _receive(rank: _Rank) -> tuple[bool, Any]:
@@ -229,9 +211,7 @@ def _receive(rank: _Rank) -> tuple[bool, Any]:
         if rank.connection.poll():
             return pickle.loads(rank.connection.recv_bytes())
     rank.process.join(_GRACE_SECONDS)
-    code = rank.process.exitcode
-    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    return False, (-math.inf, f"ended without an answer, {how}")
+    return False, (-math.inf, f"ended without an answer, exit code {rank.process.exitcode}")
 
 
 def _stack_of(rank: _Rank) -> str:
@@ -269,14 +249,13 @@ class _ServedRank:
     store: dist.Store | None = None
     rendezvous: str | None = None  # of the groups that it has
 
-    def serve(self, connection: Connection, job: _Job | None) -> None:
+    def serve(self, callers_end: Connection, connection: Connection, job: _Job | None) -> None:
         """Answers jobs, the first of them inherited, until one fails or the pipe ends.
 
         An answer is a pickled (True, result) or (False, (time of the failure, traceback)). After a failure the rank ends, so
         that peers that wait for it in a collective find a closed connection and need not wait for their timeout.
         """
-        for end in list(_callers_ends):  # copies that the fork made: a pipe ends when the caller's own end is closed
-            end.close()
+        callers_end.close()  # the pipe ends with the caller, and with later ranks, which have a copy
         gc.freeze()  # the caller's objects outlive the rank: Megatron's gc.collect() need not search and so copy them
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the caller ends the ranks
@@ -357,9 +336,6 @@ def _groups_on_one_device() -> Iterator[None]:
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **keywords):
             options = of_torch._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
-            if not all(hasattr(options, name) for name in keywords):  # of a later torch: groups with a device each are only slower
-                super().__init__(store, rank, size, timeout=timeout, **keywords)
-                return
             for name, value in keywords.items():
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
