@@ -11,23 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RejectedTokens
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import (
-    COMPUTED_INPUTS,
-    LossValue,
-    PolicyLoss,
-    get_loss_aggregation,
-    get_policy_loss,
-    policy_loss_names,
-)
-from megatron_rl.losses.token_batch import JointSums, TokenBatch
+from megatron_rl.errors import DataError
+from megatron_rl.loss_hub import COMPUTED_INPUTS, LossValue, PolicyLoss, get_policy_loss, policy_loss_names
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
-from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.corrections import CorrectionValue, get_correction
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth
@@ -144,24 +132,24 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
 def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
     """The weight of a token of each sample. divisor: L."""
     counts = [int(sum(sample.loss_mask)) for sample in samples]
-    settings = oracle.DenseSettings(aggregation=_aggregation(get_loss_aggregation(aggregation)), divisor=divisor)
+    settings = oracle.DenseSettings(aggregation=aggregation, divisor=divisor)
     return oracle.token_weights(dense_samples(samples), counts, settings)
 
 
 def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
-    """A user's own term is its own function on one process: then layouts are compared, and not its equation."""
+    """A user's own loss or selection is its own function on one process: then layouts are compared, and not its equation."""
     loss = get_policy_loss(config.policy_loss)
     low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
-    correction, estimator, selection = config.importance_correction, config.kl_estimator, TokenSelectionSettings.of(config)
+    selection = TokenSelectionSettings.of(config)
     return oracle.DenseSettings(
         loss=loss.name if loss.name in oracle.LOSSES else _own_loss(loss),
         low=low,
         high=high,
         parameters=loss.resolve_parameters(config.loss_parameters),
         ratio_unit=config.importance_ratio_unit,
-        aggregation=_aggregation(get_loss_aggregation(config.loss_aggregation)),
+        aggregation=config.loss_aggregation,
         divisor=config.loss_aggregation_divisor or DIVISOR,
-        correction=correction if correction in oracle.CORRECTIONS else _own_correction(correction),
+        correction=config.importance_correction,
         level=config.importance_correction_level,
         bounds=(config.importance_correction_low, config.importance_correction_high),
         sequence_delta=config.off_policy_sequence_delta,
@@ -170,7 +158,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
         selection_share=selection.share or 0.0,
         selection_bounds=selection.bounds,
         selection_penalty=selection.penalty or 0.0,
-        kl_estimator=estimator if estimator in oracle.ESTIMATORS else _own_estimator(estimator),
+        kl_estimator=config.kl_estimator,
         kl_coefficient=config.kl_coefficient,
         entropy_coefficient=config.entropy_coefficient,
         entropy_tokens=config.entropy_bonus_tokens,
@@ -187,59 +175,10 @@ def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
             inputs = tuple(map(tokens.mean, inputs))
             computed = {name: tokens.mean(values) for name, values in computed.items()}
         clips = {} if loss.clip_ratios is None else {"clip_ratio_low": tokens.settings.low, "clip_ratio_high": tokens.settings.high}
-        keywords = {name: computed[name] for name in loss.needs} | clips | tokens.settings.parameters
-        if loss.level == "batch":  # its sums over a sample that is whole are plain sums
-            batch = TokenBatch(
-                log_ratio=tokens.log_ratio,
-                log_probs=tokens.log_probs,
-                advantages=tokens.advantages,
-                loss_mask=torch.ones(size, dtype=torch.bool),
-                documents=torch.zeros(size, dtype=torch.int64),
-                token_counts=torch.tensor([float(size)], dtype=torch.float64),
-                cu_seqlens=torch.tensor([0, size]),
-                sums=JointSums(SINGLE, 1, torch.device("cpu"), is_checked=False),
-            )
-            value = loss.function(batch, **keywords)
-        else:
-            value = loss.function(*inputs, **keywords)
-        values = value.value if isinstance(value, LossValue) else value
-        return values, torch.zeros(size, dtype=torch.bool)
+        value = loss.function(*inputs, **{name: computed[name] for name in loss.needs}, **clips, **tokens.settings.parameters)
+        return value.value if isinstance(value, LossValue) else value, torch.zeros(size, dtype=torch.bool)
 
     return of_sample
-
-
-def _aggregation(record: AggregationRecord) -> str | Callable[[oracle.Counts], float]:
-    """The name, or a user's own by the formula that it declares."""
-    if record.name in oracle.AGGREGATIONS:
-        return record.name
-    formula = record.rollout_formula
-    if formula is None:
-        raise ConfigError(f"loss aggregation {record.name!r} declares no formula: there is nothing to compute its weights by")
-
-    def weigh(n: oracle.Counts) -> float:
-        values = {"N": n.N, "R": n.R, "P": n.P, "T": n.T, "L": n.L, "m_i": n.m, "M_j": n.Mj, "k_j": n.kj, "M_g": n.M}
-        return float(formula.evaluate(values))
-
-    return weigh
-
-
-def _own_correction(name: str) -> oracle.Correction:
-    declared = get_correction(name)
-
-    def factors(ratios: Tensor, own: Tensor, low: float, high: float) -> Tensor:
-        returned = declared.function(ratios, low, high)
-        weights: Tensor = returned.weights if isinstance(returned, CorrectionValue) else returned
-        return weights if declared.weigh_tokens is None else weights * declared.weigh_tokens(own)
-
-    return factors
-
-
-def _own_estimator(name: str) -> oracle.Estimator:
-    def estimate(new: Tensor, ref: Tensor, log_ratio: Tensor) -> oracle.Result:
-        value, derivative = kl_estimate(name, new.detach(), ref, log_ratio.detach())
-        return value, derivative * new
-
-    return estimate
 
 
 def _own_selection(settings: TokenSelectionSettings) -> oracle.Selection:
