@@ -9,6 +9,7 @@ import os
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError
@@ -17,14 +18,11 @@ from megatron_rl.testing.model_shapes import SHAPES
 if TYPE_CHECKING:
     from megatron_rl.testing.selftest import RowResult, WholeSteps
 
-EXIT_FAILED = 1
 # A field of Layout -> its flag and what it means.
 SIZES = {
     "tensor": ("--tensor-model-parallel-size", "Ranks that share each layer. Default: 1."),
     "context": ("--context-parallel-size", "Ranks that share each sequence. Default: 1."),
     "pipeline": ("--pipeline-model-parallel-size", "Ranks that share the stack of layers. Default: 1."),
-}
-SIZES_OF_EXPERTS = {
     "expert": ("--expert-model-parallel-size", "Ranks that share the experts of a layer; makes the model a mixture of experts."),
     "expert_tensor": ("--expert-tensor-parallel-size", "Ranks that share each expert. Default: as --tensor-model-parallel-size."),
 }
@@ -38,8 +36,6 @@ NAME_WIDTH = 72
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     for name, (flag, meaning) in SIZES.items():
-        parser.add_argument(flag, dest=name, type=int, default=1, metavar="COUNT", help=meaning)
-    for name, (flag, meaning) in SIZES_OF_EXPERTS.items():
         parser.add_argument(flag, dest=name, type=int, metavar="COUNT", help=meaning)
     for name, (flag, meaning) in SWITCHES.items():
         parser.add_argument(flag, dest=name, action="store_true", help=meaning)
@@ -53,47 +49,42 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
     started = time.monotonic()
-    register_own_loss(args.policy_loss)
     bench = bench_of(args)
     import torch.distributed as dist
 
     from megatron_rl.testing.selftest import run_selftest
 
-    results, prints = [], dist.get_rank() == 0
-    if prints:
-        print(header(bench), flush=True)
+    def show(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+    show(header(bench))
+    results = []
     for result in run_selftest(bench):
         results.append(result)
-        if prints:  # each row as it ends: whatever ends this process leaves the rows before
-            print(row_text(result), flush=True)
-    if prints:
-        print(closing(bench, results, time.monotonic() - started), flush=True)
+        show(row_text(result))
+    show(closing(bench, results, time.monotonic() - started))
     dist.destroy_process_group()
-    return 0 if all(result.passed for result in results) else EXIT_FAILED
-
-
-def register_own_loss(name: str | None) -> None:
-    """Before megatron_rl.testing makes its tables. Raises ConfigError for a loss that is not what it declares."""
-    from megatron_rl.config import PolicyLossConfig
-    from megatron_rl.validation.own_functions import loss_problems
-
-    if name is not None and (problems := [*loss_problems(PolicyLossConfig(policy_loss=name))]):
-        raise ConfigError(problems)
+    return 0 if all(result.passed for result in results) else 1
 
 
 def bench_of(args: Namespace) -> WholeSteps:
-    from megatron_rl.megatron.cpu import quiet_megatron
+    from megatron_rl.config import PolicyLossConfig
+    from megatron_rl.validation.own_functions import loss_problems
 
-    quiet_megatron()
+    # A loss of one's own is registered here, before megatron_rl.testing makes its tables.
+    if args.policy_loss is not None and (problems := [*loss_problems(PolicyLossConfig(policy_loss=args.policy_loss))]):
+        raise ConfigError(problems)
     from megatron_rl.testing.layout_step import Layout
     from megatron_rl.testing.selftest import WholeSteps, chosen, table, table_of_shape
 
-    sizes = {name: vars(args)[name] for name in (*SIZES, *SWITCHES)}
+    layout = Layout(**{name: value for name in (*SIZES, *SWITCHES) if (value := vars(args)[name]) is not None})
     if args.model_like or args.expert or args.expert_tensor:
-        sizes |= {"expert": args.expert or 1, "expert_tensor": args.expert_tensor or args.tensor}
-        sizes["sequence_parallel"] |= args.tensor > 1  # Megatron's routers need it; the first line says that it is on
+        # Megatron's routers need sequence parallelism; the first line says that it is on.
+        is_shared = layout.sequence_parallel or layout.tensor > 1
+        layout = replace(layout, expert_tensor=layout.expert_tensor or layout.tensor, sequence_parallel=is_shared)
     cases = chosen(table_of_shape() if args.model_like else table(), args.policy_loss, args.row)
-    return WholeSteps(Layout(**sizes), int(os.environ.get("WORLD_SIZE", "1")), cases, SHAPES.get(args.model_like))
+    return WholeSteps(layout, int(os.environ.get("WORLD_SIZE", "1")), cases, SHAPES.get(args.model_like))
 
 
 def header(bench: WholeSteps) -> str:

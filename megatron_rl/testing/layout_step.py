@@ -102,6 +102,10 @@ class Layout:
     def world_size(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
 
+    @property
+    def local_multiple(self) -> int:
+        return self.tensor if self.sequence_parallel else 1
+
     def context_of(self, microbatch: int) -> int:
         return self.context_sizes[microbatch] if self.context_sizes else self.context
 
@@ -372,7 +376,7 @@ def make_step_batches(
     for part, size in zip(parts, sizes, strict=True):
         cp_group = (context_groups or {}).get(size, groups.cp)
         if layout.packed:
-            length = padded_length(longest + 1, size, multiple=_local_multiple(layout))
+            length = padded_length(longest + 1, size, multiple=layout.local_multiple)
             batch = make_packed_batch(part, context, row_length=length, cp_group=cp_group, device=device)
         else:
             length = row_length(step, layout.over(size))
@@ -381,15 +385,11 @@ def make_step_batches(
     return batches
 
 
-def _local_multiple(layout: Layout) -> int:
-    return layout.tensor if layout.sequence_parallel else 1
-
-
 def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     """The length of the longest sample's row, padded for this layout."""
     longest = max(len(sample.tokens) for sample in step)
     sizes = layout.context_sizes or (layout.context,)
-    return max(padded_length(longest, size, multiple=_local_multiple(layout)) for size in sizes)
+    return max(padded_length(longest, size, multiple=layout.local_multiple) for size in sizes)
 
 
 def gather_distributed_gradients(models) -> None:
@@ -415,6 +415,6 @@ def named_shards(model) -> Shards:
             continue  # not used: beside multi-token prediction the last stage has the embedding
         dim, group = sharding_of(name, parameter)
         gradient = parameter.main_grad.detach().double().cpu().clone()
-        parts = halves_of(name, model.config)
-        shards[global_parameter_name(bare, name)] = Shard(dim, group.rank(), group.size(), gradient, parts)
+        shard = Shard(dim, group.rank(), group.size(), gradient, halves_of(name, model.config))
+        shards[global_parameter_name(bare, name)] = shard
     return shards

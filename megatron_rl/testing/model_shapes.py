@@ -12,16 +12,13 @@ from torch import Tensor
 from megatron_rl.megatron.rotary import Rotary, Yarn
 from megatron_rl.testing.layout_step import Layout, TinyGPT
 
-HEADS = 4  # of attention, at least
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model of the field. options: fields of TransformerConfig, but for sizes that follow from the layout."""
+    """A model of the field (docs/moe.md). options: fields of TransformerConfig, but for sizes that follow from the layout."""
 
     name: str
-    source: str  # the published config.json
-    contains: str  # in words
+    source: str  # of the published config.json
     options: Mapping[str, object]
     groups_of: int | None = None  # heads of one key and value; None: no groups
     expert_groups: int = 1  # of which a token chooses some
@@ -34,7 +31,7 @@ def tiny_like(shape: ModelShape, layout: Layout) -> TinyGPT:
     """The shape with two layers a pipeline stage and heads, groups, experts and widths that fit the layout; padded columns are on
     the last shard."""
     unit_of_heads = layout.tensor * (shape.groups_of or 1)  # a key and value head for each rank
-    heads = unit_of_heads * -(-HEADS // unit_of_heads)
+    heads = unit_of_heads * -(-4 // unit_of_heads)  # four or more
     unit = math.lcm(layout.expert, shape.expert_groups)
     sizes: dict[str, object] = {
         "ffn_hidden_size": 16 * layout.tensor,
@@ -71,18 +68,14 @@ SHAPES: Mapping[str, ModelShape] = {
     for shape in (
         ModelShape(
             name="qwen3-moe",
-            source="Qwen/Qwen3-30B-A3B, config.json",
-            contains="grouped queries, heads wider than the hidden size, norms of queries and keys, SwiGLU experts in each layer, "
-            "softmax router whose weights are divided by their sum",
+            source="Qwen/Qwen3-30B-A3B",
             options={**GATED, "qk_layernorm": True, "kv_channels": 16, "moe_router_topk": 2},
             groups_of=2,
             rotary=Rotary(base=1e6),
         ),
         ModelShape(
             name="deepseek-v3",
-            source="deepseek-ai/DeepSeek-V3, config.json",
-            contains="multi-latent attention with low-rank queries and YaRN, a dense layer first, sigmoid router with expert bias, "
-            "groups of experts and factor 2.5, a shared expert, a layer of multi-token prediction",
+            source="deepseek-ai/DeepSeek-V3",
             # The first length is short, so that YaRN keeps some frequencies, divides others and blends the rest. The bias of
             # experts stays. Multi-token prediction: arXiv:2412.19437, section 4.2, a factor of 0.3 first.
             options={
@@ -118,9 +111,7 @@ SHAPES: Mapping[str, ModelShape] = {
         ),
         ModelShape(
             name="gpt-oss",
-            source="openai/gpt-oss-20b, config.json",
-            contains="grouped queries, a sliding window on every other layer, a sink a head, YaRN, biases of attention, router and "
-            "experts, experts of clamped SwiGLU with sigmoid(1.702 x) and linear part + 1",
+            source="openai/gpt-oss-20b",
             # The window and the clamp are small, so that they bind in a step of short samples and small activations.
             options={
                 **GATED,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, cycle, islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.kept_counts import counts_kept_before
 from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
-from megatron_rl.megatron.context_groups import own_group_problems_of, packed_params_name_groups
-from megatron_rl.megatron.probe import probe_schedule, reduces_experts_apart
+from megatron_rl.megatron.context_groups import own_group_problems_of
+from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.ops.backends import why_triton_is_missing
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -56,12 +57,11 @@ from megatron_rl.testing.reference import (
     double_model,
     global_parameters,
     in_rollouts,
+    log_ratios_off,
     loss_by_hand,
     model_logits,
     mtp_loss_by_hand,
-    old_log_probs_off_the_edges,
     ragged_samples,
-    sampler_off_the_bounds,
     scale_of_terms,
     scores_of,
     with_anchors,
@@ -99,7 +99,7 @@ def _selection(kind: str) -> dict[str, object]:
 
 
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if name in oracle.AGGREGATIONS)
-PROBE, PROBE_OF_EXPERTS = "schedule probe", "schedule probe, experts"
+PROBE = "schedule probe"
 LOGITS, FUSED = "logits", "fused head"
 ALL_TERMS, DROPPED, DROPPED_LATE = "KL + entropy + temperature", "icepop, dropped", "OPSM, dropped"
 DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
@@ -129,37 +129,6 @@ TERMS: Mapping[str, Mapping[str, object]] = {
 OF_TOKENS, OF_SAMPLES = "grpo", "gspo"
 
 
-def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -> PolicyLossConfig:
-    low, high = CLIPS[policy_loss] or (None, None)
-    parameters = dict(PARAMETERS.get(policy_loss, {}))
-    if term == DUAL_CLIP:
-        parameters["clip_ratio_c"] = 1.0 + 0.5 * high  # where A < 0, ratios lie on both sides of it
-    return PolicyLossConfig(
-        policy_loss=policy_loss,
-        loss_aggregation=aggregation,
-        loss_aggregation_divisor=DIVISOR if get_loss_aggregation(aggregation).takes_divisor else None,
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        loss_parameters=parameters,
-        **TERMS[term],  # type: ignore[arg-type]
-        **others,  # type: ignore[arg-type]
-    )
-
-
-def term_pairs() -> Iterator[tuple[str, str, str]]:
-    """(loss, aggregation, term) of each row. The aggregations take turns."""
-    of_sequences = (RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
-    terms = [term for term in TERMS if term not in ("", ALL_TERMS, *of_sequences)]
-    # A selection is of single tokens.
-    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES) if loss == OF_TOKENS or term not in SELECTIONS]
-    for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
-        # What the policy in training drops is not known before its forward pass.
-        is_late, turn = term == DROPPED_LATE, place + place // len(AGGREGATIONS)
-        names = [name for name in AGGREGATIONS if not (is_late and counts_kept_before(config_of(loss, name, term)))]
-        yield loss, names[turn % len(names)], term
-    yield from ((OF_SAMPLES, "sample_mean", term) for term in of_sequences)
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """A step of one loss. is_per_token: under Megatron's calculate_per_token_loss, for token_mean alone. term: of TERMS.
@@ -181,17 +150,36 @@ class Case:
 
     @property
     def config(self) -> PolicyLossConfig:
-        return config_of(
-            self.policy_loss,
-            self.aggregation,
-            self.term,
+        low, high = CLIPS[self.policy_loss] or (None, None)
+        parameters = dict(PARAMETERS.get(self.policy_loss, {}))
+        if self.term == DUAL_CLIP and high is not None:
+            parameters["clip_ratio_c"] = 1.0 + 0.5 * high  # where A < 0, ratios lie on both sides of it
+        return PolicyLossConfig(
+            policy_loss=self.policy_loss,
+            loss_aggregation=self.aggregation,
+            loss_aggregation_divisor=DIVISOR if get_loss_aggregation(self.aggregation).takes_divisor else None,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
+            loss_parameters=parameters,
             policy_loss_backend=self.backend,
             fused_lm_head_loss=self.head == FUSED,
             policy_metrics="none",
+            **TERMS[self.term],  # type: ignore[arg-type]
         )
 
 
-Truths = dict[tuple[str, str], LossTruth]  # by loss and term
+def term_pairs() -> Iterator[tuple[str, str, str]]:
+    """(loss, aggregation, term) of each row. The aggregations take turns."""
+    of_sequences = (RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
+    terms = [term for term in TERMS if term not in ("", ALL_TERMS, *of_sequences)]
+    # A selection is of single tokens.
+    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES) if loss == OF_TOKENS or term not in SELECTIONS]
+    for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
+        # What the policy in training drops is not known before its forward pass.
+        is_late, turn = term == DROPPED_LATE, place + place // len(AGGREGATIONS)
+        names = [name for name in AGGREGATIONS if not (is_late and counts_kept_before(Case(loss, name, term=term).config))]
+        yield loss, names[turn % len(names)], term
+    yield from ((OF_SAMPLES, "sample_mean", term) for term in of_sequences)
 
 
 def truth_of_terms(
@@ -200,17 +188,17 @@ def truth_of_terms(
     leaves: Mapping[str, Tensor],  # what the gradient is taken by
     rows: Iterable[tuple[str, str, str]],  # (loss, aggregation, term)
     beside: Tensor | None = None,  # 0-d, a loss whose gradient is in each row's too
-) -> Truths:
+) -> dict[tuple[str, str], LossTruth]:
     """The step and its truth of each (loss, term)."""
-    truths: Truths = {}
+    truths: dict[tuple[str, str], LossTruth] = {}
     grad = partial(torch.autograd.grad, inputs=[*leaves.values()], retain_graph=True, materialize_grads=True)
     others: Sequence[Tensor | float] = [0.0] * len(leaves) if beside is None else grad(beside)
     for policy_loss, aggregation, term in dict.fromkeys(rows):
-        config = config_of(policy_loss, aggregation, term)
+        config = Case(policy_loss, aggregation, term=term).config
         scores = scores_of(samples, logits, config.policy_temperature)
         has_rollouts = term in (ROLLOUTS, RATIO_OF_ROLLOUTS)
         given = in_rollouts(samples, share_advantage=term == RATIO_OF_ROLLOUTS) if has_rollouts else samples
-        step = step_of_term(given, scores, policy_loss, config)
+        step = step_of_term(given, scores, config)
         loss = loss_by_hand(step, scores, config)
         divisor = len(step) if config.gradient_divisor == GradientDivisor.NUM_SAMPLES else 1  # of the gradient alone
         parts = zip(leaves, grad(loss), others, strict=True)
@@ -220,28 +208,26 @@ def truth_of_terms(
     return truths
 
 
-def step_of_term(
-    samples: Sequence[StepSample], scores: Sequence[oracle.Scores], policy_loss: str, config: PolicyLossConfig
-) -> list[StepSample]:
+def step_of_term(samples: Sequence[StepSample], scores: Sequence[oracle.Scores], config: PolicyLossConfig) -> list[StepSample]:
     """The samples with old log-probabilities, and with the reference's and the sampler's where the term needs them."""
     new = [of_sample.log_probs.tolist() for of_sample in scores]
     bounds = [bound for name, bound in config.loss_parameters.items() if name == "clip_ratio_c"]
-    step = with_anchors(samples, old_log_probs_off_the_edges(samples, new, policy_loss, bounds=bounds), policy_loss)
-    numbers, level = random.Random(2), config.importance_correction_level
-    if config.kl_coefficient:
-        references = [[value - numbers.gauss(0.0, 0.3) for value in values] for values in new]
-        step = [replace(sample, ref_log_probs=values) for sample, values in zip(step, references, strict=True)]
-    if config.token_selection != NO_SELECTION:
-        known = [list(zip(row.log_probs.tolist(), row.entropy.tolist(), strict=True)) for row in scores]
-        step = [replace(sample, scores=of_sample) for sample, of_sample in zip(step, known, strict=True)]
-    if CorrectionSettings.of(config).has_factor:
-        sampled = [sampler_off_the_bounds(sample, level, BOUNDS[level], numbers) for sample in step]
-        step = [replace(sample, rollout_log_probs=values) for sample, values in zip(step, sampled, strict=True)]
-    if config.off_policy_sequence_delta is not None:  # twice or half the bound in the mean
-        gaps = [SEQUENCE_DELTA * (2.0, 0.5)[place % 2] for place in range(len(step))]
-        diverged = [[one + gap + 0.04 * math.sin(t) for t, one in enumerate(row)] for row, gap in zip(new, gaps, strict=True)]
-        step = [replace(sample, rollout_log_probs=values) for sample, values in zip(step, diverged, strict=True)]
-    return step
+    step = with_anchors(samples, new, config.policy_loss, bounds)
+    numbers, level, given = random.Random(2), config.importance_correction_level, []
+    for place, (sample, row) in enumerate(zip(step, scores, strict=True)):
+        values: dict[str, Any] = {}
+        if config.kl_coefficient:
+            values["ref_log_probs"] = [one - numbers.gauss(0.0, 0.3) for one in new[place]]
+        if config.token_selection != NO_SELECTION:
+            values["scores"] = list(zip(new[place], row.entropy.tolist(), strict=True))
+        if CorrectionSettings.of(config).has_factor:
+            gaps = log_ratios_off(sample, [math.log(bound) for bound in BOUNDS[level]], numbers, level)
+            values["rollout_log_probs"] = [one - gap for one, gap in zip(sample.old_log_probs or [], gaps, strict=True)]
+        if config.off_policy_sequence_delta is not None:  # twice or half the bound in the mean
+            gap = SEQUENCE_DELTA * (2.0, 0.5)[place % 2]
+            values["rollout_log_probs"] = [one + gap + 0.04 * math.sin(t) for t, one in enumerate(new[place])]
+        given.append(replace(sample, **values))
+    return given
 
 
 def table() -> list[Case]:
@@ -250,12 +236,8 @@ def table() -> list[Case]:
 
 
 def table_of_shape() -> list[Case]:
-    """The cases of a model of the field: what depends on its parameters, and no table of losses."""
-    losses = (OF_TOKENS, OF_SAMPLES)
-    steps = (("sample_mean", LOGITS), ("prompt_mean", FUSED), ("token_mean", LOGITS))
-    cases = [Case(loss, *step, backend) for backend in (Backend.TORCH, Backend.TRITON) for step in steps for loss in losses]
-    cases.append(Case(OF_TOKENS, "token_mean", FUSED, has_own_groups=True))
-    return [*cases, *(Case(loss, "token_mean", head, is_per_token=True) for head in (LOGITS, FUSED) for loss in losses)]
+    """The cases of a model of the field: what depends on its parameters, and no table of losses and terms."""
+    return [case for case in table() if not case.term and case.policy_loss in (OF_TOKENS, OF_SAMPLES)]
 
 
 def cases_of(backend: Backend) -> list[Case]:
@@ -282,36 +264,35 @@ def chosen(cases: Sequence[Case], policy_loss: str | None = None, texts: Sequenc
     of_loss = [case for case in cases if policy_loss in (None, case.policy_loss)]
     found = [case for case in of_loss if not texts or any(text in str(case) for text in texts)]
     if not found:
-        shown = [f"--policy-loss {policy_loss}"] if policy_loss else []
-        shown += [f"--row {text!r}" for text in texts]
-        raise ConfigError(f"{' '.join(shown)}: there is no such row; the losses with rows are {', '.join(CLIPS)}")
+        text = " or ".join(map(repr, texts)) or "any text"
+        raise ConfigError(f"no row is of {policy_loss or 'any loss'}, with {text} in its name: without flags all rows run")
     return found
 
 
 class WholeSteps:
     """What the rows run on: the installed Megatron's schedule, DDP and optimiser. data and num_microbatches of the layout that is
-    asked for follow from the rest; one with expert_tensor has experts. It replaces parallel_state, and initialises
-    torch.distributed from the environment where needed. Raises ConfigError for a layout that does not fit these ranks.
+    asked for follow from the rest; one with expert_tensor has experts. It initialises parallel_state, and torch.distributed from
+    the environment where needed. Raises ConfigError for a layout that does not fit these ranks.
 
     Communication: the truths, from rank 0."""
 
     def __init__(self, asked: Layout, world_size: int, cases: Sequence[Case], shape: ModelShape | None = None):
         self.layout = complete_layout(asked, world_size)
         self.tiny = model_for(self.layout) if shape is None else tiny_like(shape, self.layout)
-        self.model = "" if shape is None else f"{self.tiny.num_layers} layers like {shape.name} ({shape.source}): {shape.contains}"
+        self.model = "" if shape is None else f"{self.tiny.num_layers} layers like {shape.name} ({shape.source})"
         self.samples = ragged_samples(num_samples=max(len(SHAPES), self.layout.data * self.layout.num_microbatches))
         os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some containers set it
         torch.set_float32_matmul_precision("highest")  # TF32's 10-bit mantissa is as large as the errors that the selftest finds
-        self.device = _set_layout(Layout())  # where the truths are computed
-        why_no_own_groups = [] if packed_params_name_groups() else ["this Megatron-Core's PackedSeqParams has no cp_group"]
-        why_no_own_groups += own_group_problems_of(self.tiny.expert_options)
-        has_groups = self.layout.data * self.layout.context > 1
+        self.device = initialize_ranks(**Layout().model_parallel)  # where the truths are computed
+        why_no_own_groups = [*own_group_problems_of(self.tiny.expert_options)]
+        if self.layout.data * self.layout.context == 1:
+            why_no_own_groups.append("one rank has the whole of each micro-batch")
         why_no_triton = "its kernels need CUDA, and the ranks are on the CPU"
         if self.device.type == "cuda":
-            why_no_triton = why_triton_is_missing()
-        self.left_out = [f"own cp groups: {problem}" for problem in why_no_own_groups if has_groups]
+            why_no_triton = why_triton_is_missing() or ""
+        self.left_out = [f"own cp groups: {problem}" for problem in why_no_own_groups]
         self.left_out += [f"Triton: {why_no_triton}"] if why_no_triton else []
-        if why_no_own_groups or not has_groups:
+        if why_no_own_groups:
             cases = [case for case in cases if not case.has_own_groups]
         if why_no_triton:
             cases = [case for case in cases if case.backend != Backend.TRITON]
@@ -319,7 +300,10 @@ class WholeSteps:
         box = [truths_of(self.samples, self.tiny, cases) if dist.get_rank() == 0 else {}]
         dist.broadcast_object_list(box, src=0, group=dist.group.WORLD)
         (self.truths,) = box
-        _set_layout(self.layout)
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        initialize_ranks(**self.layout.model_parallel)
         self.sizes = named_sizes(self.layout, self.samples)
         self._models: dict[tuple[bool, bool], LayoutModel] = {}
 
@@ -357,15 +341,12 @@ def complete_layout(asked: Layout, world_size: int) -> Layout:
     ranks_of_a_model = asked.tensor * asked.context * asked.pipeline
     data, rest = divmod(world_size, ranks_of_a_model)
     if rest or not data:
-        raise ConfigError(
-            f"the layout needs a multiple of {ranks_of_a_model} ranks (tensor x context x pipeline), and there are {world_size}: "
-            f"start torchrun --nproc-per-node {ranks_of_a_model} -m megatron_rl selftest ..."
-        )
+        raise ConfigError(f"the sizes need a multiple of {ranks_of_a_model} ranks, and torchrun started {world_size}")
     taken = {asked.tensor, asked.context, asked.pipeline, asked.expert, data, data * asked.context, SAMPLES_PER_PROMPT}
     return replace(asked, data=data, num_microbatches=next(number for number in count(2) if number not in taken))
 
 
-def truths_of(samples: list[StepSample], tiny: TinyGPT, cases: Sequence[Case]) -> Truths:
+def truths_of(samples: list[StepSample], tiny: TinyGPT, cases: Sequence[Case]) -> dict[tuple[str, str], LossTruth]:
     model = double_model(tiny, samples)
     rows = [(case.policy_loss, case.aggregation, case.term) for case in cases]
     of_mtp = mtp_loss_by_hand(model, samples, tiny)
@@ -378,24 +359,16 @@ def model_for(layout: Layout) -> TinyGPT:
         "num_moe_experts": max(4, 2 * layout.expert),  # with two a token has no choice, and losses that balance are constant
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": 8 * (layout.expert_tensor or 1),
-        "moe_layer_freq": (0, 1) * layout.pipeline,  # of the two layers of a stage the second has experts
     }
-    has_experts, heads = layout.expert_tensor is not None, layout.tensor * -(-4 // layout.tensor)
+    heads = layout.tensor * -(-4 // layout.tensor)
     return TinyGPT(
-        num_layers=2 * layout.pipeline if has_experts else layout.pipeline,
+        num_layers=layout.pipeline,
         hidden_size=8 * heads,
         num_attention_heads=heads,
         vocab_size=layout.tensor * -(-64 // layout.tensor),
         use_transformer_engine=False,
-        experts=tuple(experts.items()) if has_experts else (),
+        experts=() if layout.expert_tensor is None else tuple(experts.items()),
     )
-
-
-def _set_layout(layout: Layout) -> torch.device:
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    return initialize_ranks(**layout.model_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,9 +386,7 @@ class RowResult:
 
 def run_selftest(bench: WholeSteps) -> Iterator[RowResult]:
     """Each rank calls it and gets the same results, one after another: of the schedule, then of the cases."""
-    yield guarded(PROBE, lambda: RowResult(PROBE, True, probe_schedule().ratio))
-    if reduces_experts_apart():
-        yield guarded(PROBE_OF_EXPERTS, lambda: RowResult(PROBE_OF_EXPERTS, True, probe_schedule().expert_ratio))
+    yield guarded(PROBE, lambda: RowResult(PROBE, True, probe_schedule().ratio))  # raises for a wrong ratio of experts too
     for case in bench.cases:
         yield guarded(str(case), partial(bench.measure, case))
 
