@@ -8,7 +8,6 @@ The paper takes the share of a token over all responses of the prompt, before re
 one micro-batch, so this one takes it inside of one sample: mean_i is over the sample's unmasked tokens on all cp ranks.
 
     python -m megatron_rl train --preset demo --policy-loss examples.gtpo.gtpo --gtpo-share 0.1 --output-dir runs/gtpo
-    torchrun --nproc-per-node 2 -m megatron_rl selftest --policy-loss examples.gtpo.gtpo --context-parallel-size 2
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from megatron_rl.testing.reference import (
     CLIPS,
     DIVISOR,
     dense_samples,
-    old_log_probs_off_the_edges,
     ragged_samples,
     settings_of,
     with_anchors,
@@ -84,7 +83,7 @@ def samples_of(case: RowCase, seed: int = 3) -> tuple[list[StepSample], list[Ten
     samples = [whole_shares(sample) for sample in ragged_samples(seed, vocab_size=VOCABULARY, num_samples=case.num_samples)]
     numbers = random.Random(seed)
     log_probs = [[math.log(numbers.uniform(0.05, 0.9)) for _ in sample.loss_mask] for sample in samples]
-    step = with_anchors(samples, old_log_probs_off_the_edges(samples, log_probs, case.loss), case.loss)
+    step = with_anchors(samples, log_probs, case.loss)
     return step, [torch.tensor(values, dtype=torch.float64) for values in log_probs]
 
 

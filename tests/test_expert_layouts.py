@@ -28,7 +28,6 @@ from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layo
 from megatron_rl.megatron.router_scale import RoutedPart, RoutedStep, host_ranges
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, row_length
-from megatron_rl.testing.model_shapes import parameter_kind
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import CLIPS, LossTruth, ragged_samples
 from megatron_rl.testing.selftest import AGGREGATIONS
@@ -98,6 +97,32 @@ def truth_of(pool, shared):
         return shared(f"test_expert_layouts {number}", lambda: pool.run(truth_on_rank, model, pairs, world_size=1)[0])
 
     return functools.cache(computed)
+
+
+# The kinds of parameters, by a part of the global name; the first that fits.
+KINDS = (
+    (".router.", "router"),
+    (".shared_experts.", "shared expert"),
+    (".experts.", "expert"),
+    ("softmax_offset", "sink"),
+    ("q_layernorm", "norm of queries and keys"),
+    ("k_layernorm", "norm of queries and keys"),
+    ("_up_proj.layer_norm", "norm of queries and keys"),
+    ("kv_layernorm", "norm of queries and keys"),
+    ("norm", "norm"),
+    (".eh_proj.", "projection"),
+    (".self_attention.", "attention"),
+    (".mlp.", "dense MLP"),
+    ("embedding", "embedding"),
+    ("output_layer", "output layer"),
+)
+
+
+def parameter_kind(name: str) -> str:
+    """By the global name: "attention", "attention bias", "MTP attention" of multi-token prediction."""
+    kind = next(kind for part, kind in KINDS if part in name)
+    is_bias = name.endswith(".bias") and "norm" not in kind
+    return f"{'MTP ' if name.startswith('mtp.') else ''}{kind}{' bias' if is_bias else ''}"
 
 
 def errors_by_kind(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:

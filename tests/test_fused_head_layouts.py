@@ -15,7 +15,6 @@ from megatron_rl.testing.reference import (
     PARAMETERS,
     double_model,
     model_logits,
-    old_log_probs_off_the_edges,
     ragged_samples,
     scores_of,
     with_anchors,
@@ -49,7 +48,7 @@ def steps(pool):
     log_probs = pool.run(log_probs_on_rank, base, UNTIED, world_size=1)[0]
     answers = {}
     for policy_loss in CLIPS:
-        step = with_anchors(base, old_log_probs_off_the_edges(base, log_probs, policy_loss), policy_loss)
+        step = with_anchors(base, log_probs, policy_loss)
         answers[policy_loss] = [replace(sample, ref_log_probs=[v - 0.1 for v in sample.old_log_probs]) for sample in step]
     return answers
 

@@ -116,7 +116,7 @@ def truths_on_rank(rank: int) -> list[Run]:
             if criterion is MASK and get_policy_loss(loss).anchor == "rollout":
                 continue
             config = config_of(loss, aggregation, **criterion)
-            step = by_hand = step_of_term(samples, scores, loss, config)
+            step = by_hand = step_of_term(samples, scores, config)
             if criterion is MASK:
                 by_hand = [on_policy(sample, *of_one) for of_one, sample in zip(enumerate(scores), step, strict=True)]
                 step = [replace(sample, old_log_probs=None) for sample in by_hand]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -41,13 +39,11 @@ from megatron_rl.testing.selftest import (
     RowResult,
     WholeSteps,
     cases_of,
-    check_megatron,
     chosen,
     complete_layout,
     model_for,
     own_group_cases,
     per_token_cases,
-    rows_of,
     run_selftest,
     table,
     term_pairs,
@@ -70,6 +66,8 @@ pool = pool_of(2)
 
 def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[RowResult], Layout]]:
     """Of each (layout, cases, mistake in the package's own scale): the rows and the layout. One truth serves runs of one model."""
+    from megatron.core import parallel_state
+
     from megatron_rl.megatron import forward_step
 
     right, found = forward_step.scale_for_schedule, []
@@ -81,8 +79,9 @@ def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[RowResult], La
             mock.patch.object(selftest, "truths_of", lambda samples, tiny, cases: truth(tiny)),
             mock.patch.object(forward_step, "scale_for_schedule", scale),
         ):
-            bench = WholeSteps(asked, 2)
-            found.append((list(run_selftest(bench, bench.prepare(rows_of(cases)))), bench.layout))
+            parallel_state.destroy_model_parallel()
+            bench = WholeSteps(asked, 2, cases)
+            found.append((list(run_selftest(bench)), bench.layout))
     return found
 
 
@@ -178,25 +177,25 @@ def test_a_wrong_scale_fails_with_the_ratio_and_its_name(of_ranks, name):
 def guarded_on_rank(rank: int, does: dict):
     """What `does` says of this rank: an error that its row raises; or nothing, a row that passes."""
 
-    def measure(row):
+    def measure():
         if rank in does:
             raise ValueError(does[rank])
-        return 1.0
+        return RowResult("a row", True, 1.0)
 
-    return selftest.guarded(selftest.PROBES[0], SimpleNamespace(measure=measure), {})
+    return selftest.guarded("a row", measure)
 
 
 def waits_on_rank(rank: int) -> None:
     """Rank 0 waits for one that has failed."""
     import torch.distributed as dist
 
-    def measure(row):
+    def measure():
         if rank:
             raise ValueError("rank 1 is out")
         dist.recv(torch.zeros(1), src=1, group=dist.group.WORLD)
 
     selftest.SECONDS_FOR_A_ROW = 1.0
-    selftest.guarded(selftest.PROBES[0], SimpleNamespace(measure=measure), {})
+    selftest.guarded("a row", measure)
 
 
 def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
@@ -205,11 +204,11 @@ def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
         both, one = {0: "rank 0 cannot", 1: "rank 1 cannot"}, {1: "rank 1 cannot"}
         for does, cause in ((both, "all ranks: ValueError: rank 0 cannot"), (one, "ranks 1: ValueError: rank 1 cannot"), ({}, "")):
             ratio = None if cause else 1.0
-            assert pool.run(guarded_on_rank, does) == [RowResult("schedule probe", not cause, ratio, cause=cause)] * 2
+            assert pool.run(guarded_on_rank, does) == [RowResult("a row", not cause, ratio, cause=cause)] * 2
         with pytest.raises(RankError, match="ended without an answer"):
             pool.run(waits_on_rank)
     said = capfd.readouterr().err
-    assert "rank 1: schedule probe: ValueError: rank 1 is out" in said and "in measure" in said, "where rank 0 waits"
+    assert "rank 1: a row: ValueError: rank 1 is out" in said and "in measure" in said, "where rank 0 waits"
 
 
 CAUSES_BY_HAND = [
@@ -297,22 +296,12 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
 def test_every_loss_aggregation_head_and_backend_has_a_row():
     few = [{getattr(case, name) for case in FIFTH} for name in ("policy_loss", "aggregation", "head")]
     assert list(map(len, few)) == [len(CLIPS), len(AGGREGATIONS), 2], "a command's tests run each once"
-    rows = table()
-    cases = [row.case for row in rows if row.case is not None]
+    cases = table()
     assert len(cases) == 2 * ROWS + len(per_token_cases()) + len(own_group_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
-    assert len({row.name for row in rows}) == len(rows)
+    assert len({str(case) for case in cases}) == len(cases)
     assert {case.aggregation for case in cases} == set(AGGREGATIONS) and {case.backend for case in cases} == {"torch", "triton"}
     assert {case.config.kl_estimator for case in cases} == set(kl_estimator_names())
     assert {case.config.importance_correction for case in cases} == set(correction_names())
-
-
-def test_what_of_triton_is_left_out_is_said(monkeypatch):
-    """On a CPU its rows would take seconds each, interpreted."""
-    monkeypatch.setattr(selftest, "why_triton_is_missing", lambda: None)
-    assert selftest.without_triton(torch.device("cpu")) == "its kernels need CUDA, and the ranks are on the CPU"
-    assert selftest.without_triton(torch.device("cuda")) is None
-    monkeypatch.setattr(selftest, "why_triton_is_missing", lambda: "ImportError: x")
-    assert selftest.without_triton(torch.device("cuda")) == "ImportError: x"
 
 
 @pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)
@@ -324,59 +313,19 @@ def test_the_model_fits_any_layout(asked):
 
 
 def test_a_layout_that_the_ranks_do_not_give_is_refused():
-    command = "torchrun --nproc-per-node 2 -m megatron_rl selftest"
-    refused = {
-        Layout(context=2): f"--context-parallel-size 2 .* must divide 1 rank: start a multiple of 2, as in {command}",
-        Layout(tensor=0): "--tensor-model-parallel-size 0 x .* must divide 1 rank",
-        Layout(sequence_parallel=True): "--sequence-parallel does nothing with --tensor-model-parallel-size 1",
-    }
-    for asked, message in refused.items():
-        with pytest.raises(ConfigError, match=message):
-            complete_layout(asked, 1)
-
-
-def test_tf32_is_turned_off_or_refused(monkeypatch):
-    """Its rounding is a thousand times the tolerance, and moves GSPO's ratios over the clip."""
-    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
-    asked = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
-    monkeypatch.setattr(type(torch.backends.cuda.matmul), "__getattr__", lambda self, name: True)
-    with pytest.raises(ConfigError, match="TF32"):
-        selftest.refuse_tf32(torch.device("cuda"))
-    assert asked == ["highest"] and "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in os.environ
-
-
-def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):
-    """What stands in its way may raise anything; doctor names it."""
-    monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", None)
-    with pytest.raises(ConfigError, match=r"cannot be imported \((ModuleNotFound|Import)Error.*megatron-rl doctor says why"):
-        check_megatron()
-
-
-def test_without_megatron_the_fixture_is_named(monkeypatch):
-    monkeypatch.setattr(selftest, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"which is not installed: .*fixture assert_layout_invariant"):
-        check_megatron()
+    for world_size in (1, 3):
+        with pytest.raises(ConfigError, match=f"need a multiple of 2 ranks, and torchrun started {world_size}"):
+            complete_layout(Layout(context=2), world_size)
 
 
 def test_rows_are_chosen_by_their_names():
-    rows = table()
-    probes, found = rows[:2], chosen(rows, "grpo", texts=("token_mean, logits", "fused head, torch, KL"))
-    assert found[:2] == probes and {row.case.policy_loss for row in found[2:]} == {"grpo"}
-    assert {row.case.head for row in found[2:]} == {"logits", FUSED}
-    assert all("token_mean, logits" in row.name or "fused head, torch, KL" in row.name for row in found[2:])
-    assert chosen(rows) == rows and chosen(rows, texts=("schedule",)) == probes
-    assert {row.case.aggregation for row in chosen(rows, aggregation="constant")[2:]} == {"constant"}
-    with pytest.raises(ConfigError, match="--row 'tritn': no row has that in its name"):
-        chosen(rows, texts=("tritn",))
-
-
-def test_the_figures_of_a_long_name_stay_in_their_columns():
-    """A loss of a user's own has the name of its module too."""
-    short, long = (command.row_text(RowResult("n" * length, True, 1.0, 1e-7, 1e-8, 1e-8)) for length in (71, 72))
-    first, second = long.splitlines()
-    assert first.rstrip() == "PASS  " + "n" * 72
-    assert second.index("x  1.0") == short.index("x  1.0") and len(second) == len(short)
+    cases = table()
+    found = chosen(cases, "grpo", texts=("token_mean, logits", "fused head, torch, KL"))
+    assert {case.policy_loss for case in found} == {"grpo"} and {case.head for case in found} == {"logits", FUSED}
+    assert all("token_mean, logits" in str(case) or "fused head, torch, KL" in str(case) for case in found)
+    assert chosen(cases) == cases
+    with pytest.raises(ConfigError, match="no row is of grpo, with 'tritn' in its name"):
+        chosen(cases, "grpo", texts=("tritn",))
 
 
 OWN_LOSSES = """
@@ -408,14 +357,6 @@ def command_on_mine(*arguments: str) -> tuple[int | None, str, str]:
     return forked(command)
 
 
-def rows_of_mine(text: str, code: int, says: str, *flags: str) -> list[str]:
-    """The rows of a selftest in a folder where mine.py has this text; without those of the probe."""
-    Path("mine.py").write_text(text)
-    found, out, error = command_on_mine(*flags)
-    assert found == code and says in out + error, out + error
-    return [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  ")) and "probe" not in line]
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A user types the command in the folder of his file, as `train` finds it."""
@@ -429,99 +370,38 @@ def folder(tmp_path, monkeypatch):
     [
         pytest.param("right", 0, "PASS: 15 of 15 rows, ", id="its function on one process is the reference"),
         pytest.param("wrong", 2, "returns a derivative that its value does not have", id="a wrong derivative"),
-        pytest.param("needy", 2, "needs rollout_log_probs, which the samples", id="what the step has not"),
+        pytest.param("needy", 2, "no row is of mine.needy, with any text ", id="what the step has not"),
     ],
 )
 def test_a_loss_of_ones_own_has_rows_of_its_own(folder, name, code, says):
-    rows = rows_of_mine(OWN_LOSSES, code, says, "--policy-loss", f"mine.{name}")
+    Path("mine.py").write_text(OWN_LOSSES)
+    found, out, error = command_on_mine("--policy-loss", f"mine.{name}")
+    assert found == code and says in out + error, out + error
+    rows = [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  ")) and "probe" not in line]
     assert all(f"mine.{name} " in row for row in rows) and (rows or code == 2)
-
-
-OWN_AGGREGATIONS = """
-from megatron_rl import register_loss_aggregation
-
-def declared(name, **fields):
-    return register_loss_aggregation(name, source="a test", **fields)
-
-@declared("root", formula="1 / (N m_i^0.5)")
-def root(token_counts, totals, *, prompt_token_counts, divisor):
-    return 1 / (totals.num_samples * token_counts.sqrt())
-
-@declared("off", formula="1 / (N m_i^0.5)")
-def off(token_counts, totals, *, prompt_token_counts, divisor):
-    return 1 / (totals.num_samples * token_counts)
-
-@declared("mute")
-def mute(token_counts, totals, *, prompt_token_counts, divisor):
-    return 1 / (totals.num_samples * token_counts)
-"""
-
-
-@megatron
-@pytest.mark.parametrize(
-    ("name", "code", "says"),
-    [
-        pytest.param("root", 0, " root, logits, torch ", id="its function is its formula"),
-        pytest.param("off", 1, "and its formula 1/(N m_i^0.5) gives", id="another function than its formula"),
-        pytest.param("mute", 2, "declares no formula", id="without a formula"),
-    ],
-)
-def test_an_aggregation_of_ones_own_has_rows_of_its_own(folder, name, code, says):
-    rows = rows_of_mine(OWN_AGGREGATIONS, code, says, "--policy-loss", "grpo", "--loss-aggregation", f"mine.{name}")
-    assert all(f"grpo {name}, " in row for row in rows) and (rows or code == 2)
-
-
-OWN_ESTIMATORS = """
-from megatron_rl import KLValue, register_kl_estimator
-
-@register_kl_estimator("squared")
-def squared(log_probs, ref_log_probs):
-    return (log_probs - ref_log_probs) ** 2
-
-@register_kl_estimator("doubled")
-def doubled(log_probs, ref_log_probs):
-    difference = log_probs - ref_log_probs
-    return KLValue(difference, 2 + 0 * difference)
-"""
-
-
-@megatron
-@pytest.mark.parametrize(
-    ("name", "others", "code", "says"),
-    [
-        pytest.param("mine.squared", (), 0, "PASS: 11 of 11 rows", id="each aggregation and head"),
-        pytest.param("mine.doubled", (), 2, "kl_estimator=doubled returns a derivative", id="a wrong derivative"),
-        pytest.param("k2", ("--model-like", "gpt-oss"), 2, "gpt-oss has rows of its own: remove it", id="a model of the field"),
-    ],
-)
-def test_a_kl_estimator_has_rows_of_its_own(folder, name, others, code, says):
-    rows = rows_of_mine(OWN_ESTIMATORS, code, says, "--policy-loss", "grpo", "--kl-estimator", name, *others)
-    assert all(row.split("  x ")[0].rstrip().endswith(f", torch, KL {name.removeprefix('mine.')}") for row in rows)
-    assert rows or code == 2
 
 
 @megatron
 def test_one_process_without_torchrun(tmp_path):
-    """Also the JSON: lines on standard output, whatever Megatron prints. A fork of this process, which saves the imports."""
+    """What is on standard output, whatever Megatron prints. A fork of this process, which saves the imports."""
 
     def in_a_fork() -> None:
         os.dup2(os.open(tmp_path / "stdout", os.O_CREAT | os.O_WRONLY), 1)
         sys.stdout = open(1, "w", closefd=False)
-        fifth = rows_of([*FIFTH, *per_token_cases()[::5]])
-        selftest.table = lambda kl_estimator: fifth
-        sys.exit(main(["selftest", "--json"]))
+        selftest.table = lambda: [*FIFTH, *per_token_cases()[::5]]
+        sys.exit(main(["selftest"]))
 
     import_megatron()
     process = multiprocessing.get_context("fork").Process(target=in_a_fork)
     process.start()
     process.join()
     assert process.exitcode == 0
-    lines = [json.loads(line) for line in (tmp_path / "stdout").read_text().splitlines()]
-    number = 1 + len(FIFTH) + len(per_token_cases()[::5])
-    assert [next(iter(line)) for line in lines] == ["setting", *["running", "row"] * number, "result"]
-    assert lines[-1]["result"]["passed"] and lines[-1]["result"]["rows"] == number
-    setting = lines[0]["setting"]
-    assert setting["layout"]["num_microbatches"] == 2 and setting["left_out"][-1].startswith("Triton: ")
+    title, versions, columns, *rows, own_groups, left_out, verdict = (tmp_path / "stdout").read_text().splitlines()
+    assert title.startswith("megatron_rl selftest: TP 1 x CP 1 x PP 1 x DP 1 | cpu, gloo | 2 micro-batches a rank, 16 samples")
+    assert versions.startswith("torch ") and columns.split() == ["gradient", "off", "by", "loss", "by", "norm", "by"]
+    assert len(rows) == 1 + len(FIFTH) + len(per_token_cases()[::5]) and all(row.startswith("PASS  ") for row in rows)
+    assert own_groups.startswith("left out: own cp groups: one rank ") and left_out.startswith("left out: Triton: ")
+    assert verdict.startswith(f"PASS: {len(rows)} of {len(rows)} rows, ")
 
 
 def failing_rows(rank: int) -> str:

@@ -33,13 +33,12 @@ from megatron_rl.layout.groups import (
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
-from megatron_rl.megatron.rotary import Rotary, Yarn
+from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
 from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
-from megatron_rl.testing.model_shapes import QUICK_GELU, ModelShape
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -102,6 +101,10 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def local_multiple(self) -> int:
+        return self.tensor if self.sequence_parallel else 1
 
     def context_of(self, microbatch: int) -> int:
         return self.context_sizes[microbatch] if self.context_sizes else self.context
@@ -174,39 +177,7 @@ class TinyGPT:
 
     @property
     def expert_options(self) -> dict[str, Any]:
-        return {name: _as_megatron_takes(name, value) for name, value in self.experts}
-
-
-def _as_megatron_takes(name: str, value: object) -> object:
-    if name == "activation_func" and isinstance(value, str):
-        return activation(value)
-    return list(value) if isinstance(value, tuple) and name != "window_size" else value
-
-
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """By its name in torch.nn.functional, or in Megatron-Core."""
-    if name == QUICK_GELU:
-        from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
-        function: Callable[[Tensor], Tensor] = quick_gelu
-        return function
-    found: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, name)
-    return found
-
-
-def tiny_like(shape: ModelShape, layout: Layout) -> TinyGPT:
-    """The shape with two layers a pipeline stage and heads, groups, experts and widths that fit the layout; padded columns are on
-    the last shard."""
-    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
-    expert_tensor = layout.tensor if layout.expert_tensor is None else layout.expert_tensor
-    return TinyGPT(
-        num_layers=2 * layout.pipeline,
-        num_attention_heads=shape.num_heads(layout.tensor),
-        vocab_size=layout.tensor * -(-64 // layout.tensor),
-        use_transformer_engine=False,
-        experts=tuple(shape.sized_options(**sizes, expert_tensor=expert_tensor).items()),
-        rotary=Rotary(**dict[str, Any](shape.rotary), yarn=None if shape.yarn is None else Yarn(**shape.yarn)),
-    )
+        return {name: [*value] if isinstance(value, tuple) and name != "window_size" else value for name, value in self.experts}
 
 
 def build_tiny(tiny: TinyGPT, config: TransformerConfig, row_length: int, **options: Any) -> GPTModel:
@@ -405,7 +376,7 @@ def make_step_batches(
     for part, size in zip(parts, sizes, strict=True):
         cp_group = (context_groups or {}).get(size, groups.cp)
         if layout.packed:
-            length = padded_length(longest + 1, size, multiple=_local_multiple(layout))
+            length = padded_length(longest + 1, size, multiple=layout.local_multiple)
             batch = make_packed_batch(part, context, row_length=length, cp_group=cp_group, device=device)
         else:
             length = row_length(step, layout.over(size))
@@ -414,15 +385,11 @@ def make_step_batches(
     return batches
 
 
-def _local_multiple(layout: Layout) -> int:
-    return layout.tensor if layout.sequence_parallel else 1
-
-
 def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     """The length of the longest sample's row, padded for this layout."""
     longest = max(len(sample.tokens) for sample in step)
     sizes = layout.context_sizes or (layout.context,)
-    return max(padded_length(longest, size, multiple=_local_multiple(layout)) for size in sizes)
+    return max(padded_length(longest, size, multiple=layout.local_multiple) for size in sizes)
 
 
 def gather_distributed_gradients(models) -> None:
@@ -448,6 +415,6 @@ def named_shards(model) -> Shards:
             continue  # not used: beside multi-token prediction the last stage has the embedding
         dim, group = sharding_of(name, parameter)
         gradient = parameter.main_grad.detach().double().cpu().clone()
-        parts = halves_of(name, model.config)
-        shards[global_parameter_name(bare, name)] = Shard(dim, group.rank(), group.size(), gradient, parts)
+        shard = Shard(dim, group.rank(), group.size(), gradient, halves_of(name, model.config))
+        shards[global_parameter_name(bare, name)] = shard
     return shards

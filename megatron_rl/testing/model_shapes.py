@@ -1,76 +1,81 @@
-"""The models of the field in two layers: what is special in each as options of Megatron-Core, with sizes that fit a layout.
-
-A declaration without torch: a command line reads the names. `tiny_like` in layout_step.py makes the model.
-"""
+"""The models of the field in two layers: what is special in each as options of Megatron-Core, with sizes that fit a layout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from megatron_rl.errors import ConfigError
+import torch
+from torch import Tensor
 
-# Activations by the names that they have in torch.nn.functional, or in Megatron-Core.
-SILU, QUICK_GELU = "silu", "quick_gelu"
-HEADS = 4  # of attention, at least
+from megatron_rl.megatron.rotary import Rotary, Yarn
+from megatron_rl.testing.layout_step import Layout, TinyGPT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model of the field. options: fields of TransformerConfig, but for sizes that follow from the layout."""
+    """A model of the field (docs/moe.md). options: fields of TransformerConfig, but for sizes that follow from the layout."""
 
     name: str
-    source: str  # the published config.json
-    contains: str  # in words
+    source: str  # of the published config.json
     options: Mapping[str, object]
     groups_of: int | None = None  # heads of one key and value; None: no groups
     expert_groups: int = 1  # of which a token chooses some
     is_mixed: bool = False  # the first layer is dense
     has_shared_expert: bool = False
-    rotary: Mapping[str, Any] = field(default_factory=dict)  # keywords of Rotary
-    yarn: Mapping[str, Any] | None = None  # of its Yarn
-
-    def num_heads(self, tensor: int) -> int:
-        """A multiple of the tensor-parallel size, with a key and value head for each rank."""
-        unit = tensor * (self.groups_of or 1)
-        return unit * -(-HEADS // unit)
-
-    def sized_options(self, *, tensor: int, pipeline: int, expert: int, expert_tensor: int) -> dict[str, object]:
-        """The options with the sizes of a layout: two layers a pipeline stage, two experts or more a rank, groups of four."""
-        unit = math.lcm(expert, self.expert_groups)
-        sizes: dict[str, object] = {
-            "ffn_hidden_size": 16 * tensor,
-            "num_moe_experts": unit * -(-max(8, 4 * self.expert_groups, 2 * expert) // unit),
-            "moe_ffn_hidden_size": 8 * expert_tensor,
-            "moe_layer_freq": (0 if self.is_mixed else 1,) + (1,) * (2 * pipeline - 1),
-        }
-        if self.groups_of is not None:
-            sizes["num_query_groups"] = self.num_heads(tensor) // self.groups_of
-        if self.has_shared_expert:
-            sizes["moe_shared_expert_intermediate_size"] = 8 * tensor
-        return {**sizes, **self.options}
+    rotary: Rotary = Rotary()  # noqa: RUF009  # frozen
 
 
-GATED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": SILU, "moe_router_load_balancing_type": "none"}
+def tiny_like(shape: ModelShape, layout: Layout) -> TinyGPT:
+    """The shape with two layers a pipeline stage and heads, groups, experts and widths that fit the layout; padded columns are on
+    the last shard."""
+    unit_of_heads = layout.tensor * (shape.groups_of or 1)  # a key and value head for each rank
+    heads = unit_of_heads * -(-4 // unit_of_heads)  # four or more
+    unit = math.lcm(layout.expert, shape.expert_groups)
+    sizes: dict[str, object] = {
+        "ffn_hidden_size": 16 * layout.tensor,
+        "num_moe_experts": unit * -(-max(8, 4 * shape.expert_groups, 2 * layout.expert) // unit),
+        "moe_ffn_hidden_size": 8 * (layout.tensor if layout.expert_tensor is None else layout.expert_tensor),
+        "moe_layer_freq": (0 if shape.is_mixed else 1,) + (1,) * (2 * layout.pipeline - 1),
+    }
+    if shape.groups_of is not None:
+        sizes["num_query_groups"] = heads // shape.groups_of
+    if shape.has_shared_expert:
+        sizes["moe_shared_expert_intermediate_size"] = 8 * layout.tensor
+    return TinyGPT(
+        num_layers=2 * layout.pipeline,
+        num_attention_heads=heads,
+        vocab_size=layout.tensor * -(-64 // layout.tensor),
+        use_transformer_engine=False,
+        experts=tuple({**sizes, **shape.options}.items()),
+        rotary=shape.rotary,
+    )
+
+
+def quick_gelu(values: Tensor) -> Tensor:
+    return values * torch.sigmoid(1.702 * values)
+
+
+GATED = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "moe_router_load_balancing_type": "none",
+}
 SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
         ModelShape(
             name="qwen3-moe",
-            source="Qwen/Qwen3-30B-A3B, config.json",
-            contains="grouped queries, heads wider than the hidden size, norms of queries and keys, SwiGLU experts in each layer, "
-            "softmax router whose weights are divided by their sum",
+            source="Qwen/Qwen3-30B-A3B",
             options={**GATED, "qk_layernorm": True, "kv_channels": 16, "moe_router_topk": 2},
             groups_of=2,
-            rotary={"base": 1e6},
+            rotary=Rotary(base=1e6),
         ),
         ModelShape(
             name="deepseek-v3",
-            source="deepseek-ai/DeepSeek-V3, config.json",
-            contains="multi-latent attention with low-rank queries and YaRN, a dense layer first, sigmoid router with expert bias, "
-            "groups of experts and factor 2.5, a shared expert, a layer of multi-token prediction",
+            source="deepseek-ai/DeepSeek-V3",
             # The first length is short, so that YaRN keeps some frequencies, divides others and blends the rest. The bias of
             # experts stays. Multi-token prediction: arXiv:2412.19437, section 4.2, a factor of 0.3 first.
             options={
@@ -106,13 +111,11 @@ SHAPES: Mapping[str, ModelShape] = {
         ),
         ModelShape(
             name="gpt-oss",
-            source="openai/gpt-oss-20b, config.json",
-            contains="grouped queries, a sliding window on every other layer, a sink a head, YaRN, biases of attention, router and "
-            "experts, experts of clamped SwiGLU with sigmoid(1.702 x) and linear part + 1",
+            source="openai/gpt-oss-20b",
             # The window and the clamp are small, so that they bind in a step of short samples and small activations.
             options={
                 **GATED,
-                "activation_func": QUICK_GELU,
+                "activation_func": quick_gelu,
                 "activation_func_clamp_value": 0.25,
                 "glu_linear_offset": 1.0,
                 "add_bias_linear": True,
@@ -124,44 +127,7 @@ SHAPES: Mapping[str, ModelShape] = {
                 "moe_router_topk": 2,
             },
             groups_of=2,
-            rotary={"base": 150000},
-            yarn={"factor": 32.0, "original_length": 16, "rounds_range": False},
+            rotary=Rotary(base=150000, yarn=Yarn(factor=32.0, original_length=16, rounds_range=False)),
         ),
     )
 }
-
-
-def shape_of(name: str) -> ModelShape:
-    """Raises ConfigError for a name that is not declared."""
-    if name not in SHAPES:
-        raise ConfigError(f"--model-like {name} is not known: it is one of {', '.join(SHAPES)}")
-    return SHAPES[name]
-
-
-# The kinds of parameters, by a part of the global name; the first that fits.
-_KINDS = (
-    (".router.bias", "router bias"),
-    (".router.", "router"),
-    (".shared_experts.gate_weight", "shared expert's gate"),
-    (".shared_experts.", "shared expert"),
-    (".experts.", "expert"),
-    ("softmax_offset", "sink"),
-    ("q_layernorm", "norm of queries and keys"),
-    ("k_layernorm", "norm of queries and keys"),
-    ("_up_proj.layer_norm", "norm of queries and keys"),
-    ("kv_layernorm", "norm of queries and keys"),
-    ("norm", "norm"),
-    (".eh_proj.", "projection"),
-    (".self_attention.", "attention"),
-    (".mlp.", "dense MLP"),
-    ("embedding", "embedding"),
-    ("output_layer", "output layer"),
-)
-
-
-def parameter_kind(name: str) -> str:
-    """The kind of a parameter by its global name: "attention", "attention bias", "MTP attention" of multi-token prediction."""
-    kind = next((kind for part, kind in _KINDS if part in name), "other")
-    is_bias = name.endswith(".bias") and "norm" not in kind and not kind.endswith("bias")
-    layer = "MTP " if name.startswith("mtp.") else ""
-    return f"{layer}{kind}{' bias' if is_bias else ''}"

@@ -11,27 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RejectedTokens
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import (
-    COMPUTED_INPUTS,
-    LossValue,
-    PolicyLoss,
-    get_loss_aggregation,
-    get_policy_loss,
-    policy_loss_names,
-)
-from megatron_rl.losses.token_batch import JointSums, TokenBatch
+from megatron_rl.errors import DataError
+from megatron_rl.loss_hub import COMPUTED_INPUTS, LossValue, PolicyLoss, get_policy_loss, policy_loss_names
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
-from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.corrections import CorrectionValue, get_correction
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth
-from megatron_rl.testing.invariance import with_old_log_probs
 from megatron_rl.testing.layout_step import StepSample, TinyGPT, build_tiny
 
 DIVISOR = 48.0
@@ -48,10 +35,8 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "dppo_tv": {"divergence_low": 1e-3, "divergence_high": 2e-3, "ratio_truncation": 1.2},
     "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 2e-4, "ratio_truncation": 1.2},
 }
-# Ratios stay this share of the clip width away from both clip edges, so that float32 rounding decides no clip.
+# Ratios stay this share of the width away from both edges of a clip or a correction, so that float32 rounding decides nothing.
 MARGIN = 0.05
-# Where a sampler's log-probabilities differ from the old ones; and how far a ratio's logarithm is from each bound of a correction.
-LARGEST_GAP, MARGIN_OF_BOUNDS = 0.5, 1e-3
 # (prompt, response) tokens: ragged, one-token responses, one long prompt whose response lies in one context-parallel chunk.
 SHAPES = [(3, 9), (1, 24), (20, 4), (6, 1), (2, 14), (5, 17), (23, 1), (9, 9), (4, 4), (7, 18), (12, 2), (3, 21)]
 SHAPES += [(1, 1), (10, 8), (16, 7), (2, 5)]
@@ -96,7 +81,6 @@ def in_rollouts(samples: Sequence[StepSample], *, share_advantage: bool = False)
 
 
 def dense_samples(step: Sequence[StepSample]) -> list[oracle.DenseSample]:
-    """The responses."""
     return [
         oracle.DenseSample(
             labels=sample.tokens[-len(sample.loss_mask) :],
@@ -144,24 +128,24 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
 def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
     """The weight of a token of each sample. divisor: L."""
     counts = [int(sum(sample.loss_mask)) for sample in samples]
-    settings = oracle.DenseSettings(aggregation=_aggregation(get_loss_aggregation(aggregation)), divisor=divisor)
+    settings = oracle.DenseSettings(aggregation=aggregation, divisor=divisor)
     return oracle.token_weights(dense_samples(samples), counts, settings)
 
 
 def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
-    """A user's own term is its own function on one process: then layouts are compared, and not its equation."""
+    """A user's own loss or selection is its own function on one process: then layouts are compared, and not its equation."""
     loss = get_policy_loss(config.policy_loss)
     low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
-    correction, estimator, selection = config.importance_correction, config.kl_estimator, TokenSelectionSettings.of(config)
+    selection = TokenSelectionSettings.of(config)
     return oracle.DenseSettings(
         loss=loss.name if loss.name in oracle.LOSSES else _own_loss(loss),
         low=low,
         high=high,
         parameters=loss.resolve_parameters(config.loss_parameters),
         ratio_unit=config.importance_ratio_unit,
-        aggregation=_aggregation(get_loss_aggregation(config.loss_aggregation)),
+        aggregation=config.loss_aggregation,
         divisor=config.loss_aggregation_divisor or DIVISOR,
-        correction=correction if correction in oracle.CORRECTIONS else _own_correction(correction),
+        correction=config.importance_correction,
         level=config.importance_correction_level,
         bounds=(config.importance_correction_low, config.importance_correction_high),
         sequence_delta=config.off_policy_sequence_delta,
@@ -170,7 +154,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
         selection_share=selection.share or 0.0,
         selection_bounds=selection.bounds,
         selection_penalty=selection.penalty or 0.0,
-        kl_estimator=estimator if estimator in oracle.ESTIMATORS else _own_estimator(estimator),
+        kl_estimator=config.kl_estimator,
         kl_coefficient=config.kl_coefficient,
         entropy_coefficient=config.entropy_coefficient,
         entropy_tokens=config.entropy_bonus_tokens,
@@ -187,59 +171,10 @@ def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
             inputs = tuple(map(tokens.mean, inputs))
             computed = {name: tokens.mean(values) for name, values in computed.items()}
         clips = {} if loss.clip_ratios is None else {"clip_ratio_low": tokens.settings.low, "clip_ratio_high": tokens.settings.high}
-        keywords = {name: computed[name] for name in loss.needs} | clips | tokens.settings.parameters
-        if loss.level == "batch":  # its sums over a sample that is whole are plain sums
-            batch = TokenBatch(
-                log_ratio=tokens.log_ratio,
-                log_probs=tokens.log_probs,
-                advantages=tokens.advantages,
-                loss_mask=torch.ones(size, dtype=torch.bool),
-                documents=torch.zeros(size, dtype=torch.int64),
-                token_counts=torch.tensor([float(size)], dtype=torch.float64),
-                cu_seqlens=torch.tensor([0, size]),
-                sums=JointSums(SINGLE, 1, torch.device("cpu"), is_checked=False),
-            )
-            value = loss.function(batch, **keywords)
-        else:
-            value = loss.function(*inputs, **keywords)
-        values = value.value if isinstance(value, LossValue) else value
-        return values, torch.zeros(size, dtype=torch.bool)
+        value = loss.function(*inputs, **{name: computed[name] for name in loss.needs}, **clips, **tokens.settings.parameters)
+        return value.value if isinstance(value, LossValue) else value, torch.zeros(size, dtype=torch.bool)
 
     return of_sample
-
-
-def _aggregation(record: AggregationRecord) -> str | Callable[[oracle.Counts], float]:
-    """The name, or a user's own by the formula that it declares."""
-    if record.name in oracle.AGGREGATIONS:
-        return record.name
-    formula = record.rollout_formula
-    if formula is None:
-        raise ConfigError(f"loss aggregation {record.name!r} declares no formula: there is nothing to compute its weights by")
-
-    def weigh(n: oracle.Counts) -> float:
-        values = {"N": n.N, "R": n.R, "P": n.P, "T": n.T, "L": n.L, "m_i": n.m, "M_j": n.Mj, "k_j": n.kj, "M_g": n.M}
-        return float(formula.evaluate(values))
-
-    return weigh
-
-
-def _own_correction(name: str) -> oracle.Correction:
-    declared = get_correction(name)
-
-    def factors(ratios: Tensor, own: Tensor, low: float, high: float) -> Tensor:
-        returned = declared.function(ratios, low, high)
-        weights: Tensor = returned.weights if isinstance(returned, CorrectionValue) else returned
-        return weights if declared.weigh_tokens is None else weights * declared.weigh_tokens(own)
-
-    return factors
-
-
-def _own_estimator(name: str) -> oracle.Estimator:
-    def estimate(new: Tensor, ref: Tensor, log_ratio: Tensor) -> oracle.Result:
-        value, derivative = kl_estimate(name, new.detach(), ref, log_ratio.detach())
-        return value, derivative * new
-
-    return estimate
 
 
 def _own_selection(settings: TokenSelectionSettings) -> oracle.Selection:
@@ -262,74 +197,52 @@ class LossTruth:
     by_aggregation: dict[str, Truth]
 
 
-def with_anchors(samples: Sequence[StepSample], log_probs: Sequence[list[float]], policy_loss: str) -> list[StepSample]:
-    """The samples with these as the log-probabilities that the loss compares with. Where they are the sampler's, the old ones are
-    others, which must not be read."""
-    step = with_old_log_probs(samples, log_probs)
-    if get_policy_loss(policy_loss).anchor == "old":
-        return step
-    shifted = [[value + 0.5 for value in values] for values in log_probs]
-    anchored = [replace(sample, rollout_log_probs=list(values)) for sample, values in zip(step, log_probs, strict=True)]
-    return with_old_log_probs(anchored, shifted)
-
-
 def scale_of_terms(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> float:
     """The scale that a loss's rounding grows with. A ratio is near 1, so a token's value is near its advantage."""
     weights = weights_by_hand(samples, aggregation, divisor)
     return sum(weight * sum(s.loss_mask) * abs(s.advantage) for s, weight in zip(samples, weights, strict=True))
 
 
-def old_log_probs_off_the_edges(
-    samples: Sequence[StepSample],
-    log_probs: Sequence[Sequence[float]],
-    policy_loss: str,
-    seed: int = 1,
-    bounds: Sequence[float] = (),
-) -> list[list[float]]:
-    """Old log-probabilities that put some ratios inside the clip, some below and some above, none near an edge or a bound."""
-    numbers = random.Random(seed)
-    loss = get_policy_loss(policy_loss)
-    low, high = CLIPS[policy_loss] or (CLIP_OF_MEANS if loss.level == "sequence" else CLIP_OF_TOKENS)
-    draws_means = loss.level == "sequence" or loss.clips_means
-    edges = (math.log(1 - low), math.log(1 + high))
+def log_ratios_off(
+    sample: StepSample, edges: Sequence[float], numbers: random.Random, unit: str = CorrectionLevel.TOKEN
+) -> list[float]:
+    """A log-ratio for each token. That of the unit, a token or the mean or the sum of the sample, lies between the first two edges
+    or beyond one of them, and near none."""
     margin = MARGIN * (edges[1] - edges[0])
 
     def draw() -> float:
         while True:
             value = numbers.uniform(2 * edges[0], 2 * edges[1])
-            if all(abs(value - edge) > margin for edge in (*edges, *map(math.log, bounds))):
+            if all(abs(value - edge) > margin for edge in edges):
                 return value
 
-    old = []
+    if unit == CorrectionLevel.TOKEN:
+        return [draw() for _ in sample.loss_mask]
+    noise = [numbers.gauss(0.0, 0.05) if bit else 0.0 for bit in sample.loss_mask]
+    num_kept = max(sum(sample.loss_mask), 1)
+    mean = draw() / (num_kept if unit == CorrectionLevel.SEQUENCE_SUM else 1)
+    return [one - sum(noise) / num_kept + mean for one in noise]
+
+
+def with_anchors(
+    samples: Sequence[StepSample], log_probs: Sequence[Sequence[float]], policy_loss: str, bounds: Sequence[float] = ()
+) -> list[StepSample]:
+    """The samples with log-probabilities to compare these with, so that some ratios are inside the clip, some below and some above,
+    none near an edge or a bound. Where they are the sampler's, the old ones are others, which must not be read."""
+    numbers, loss = random.Random(1), get_policy_loss(policy_loss)
+    low, high = CLIPS[policy_loss] or (CLIP_OF_MEANS if loss.level == "sequence" else CLIP_OF_TOKENS)
+    edges = [math.log(ratio) for ratio in (1 - low, 1 + high, *bounds)]
+    has_means = loss.level == "sequence" or loss.clips_means
+    unit = CorrectionLevel.SEQUENCE_MEAN if has_means else CorrectionLevel.TOKEN
+    step = []
     for sample, values in zip(samples, log_probs, strict=True):
-        if not draws_means:
-            old.append([value - draw() for value in values])
-            continue
-        kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
-        noise = {t: numbers.gauss(0.0, 0.05) for t in kept}
-        mean = sum(noise.values()) / max(len(kept), 1)
-        shift = draw() - mean
-        old.append([value - noise.get(t, 0.0) - shift for t, value in enumerate(values)])
-    return old
-
-
-def sampler_off_the_bounds(sample: StepSample, level: str, bounds: tuple[float, float], numbers: random.Random) -> list[float]:
-    """The sampler's log-probabilities: ratios of old to sampler on both sides of the bounds, none near one."""
-
-    def is_clear(log_ratio: float) -> bool:
-        return all(abs(log_ratio - math.log(bound)) > MARGIN_OF_BOUNDS for bound in bounds)
-
-    old, kept = sample.old_log_probs or [], [t for t, bit in enumerate(sample.loss_mask) if bit]
-    while True:
-        gaps = [numbers.uniform(-LARGEST_GAP, LARGEST_GAP) for _ in old]
-        total = sum(gaps[t] for t in kept)
-        ratios = {
-            CorrectionLevel.TOKEN: [gaps[t] for t in kept],
-            CorrectionLevel.SEQUENCE_MEAN: [total / max(len(kept), 1)],
-            CorrectionLevel.SEQUENCE_SUM: [total],
-        }
-        if all(is_clear(log_ratio) for log_ratio in ratios[CorrectionLevel(level)]):
-            return [value - gap for value, gap in zip(old, gaps, strict=True)]
+        log_ratios = log_ratios_off(sample, edges, numbers, unit)
+        anchors = [value - log_ratio for value, log_ratio in zip(values, log_ratios, strict=True)]
+        if loss.anchor == "old":
+            step.append(replace(sample, old_log_probs=anchors))
+        else:
+            step.append(replace(sample, old_log_probs=[one + 0.5 for one in anchors], rollout_log_probs=anchors))
+    return step
 
 
 def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
@@ -340,8 +253,7 @@ def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
         num_attention_heads=tiny.num_attention_heads,
         **tiny.expert_options,
     )
-    longest = max(len(sample.tokens) for sample in samples)
-    model = build_tiny(tiny, config, longest, use_transformer_engine=False)
+    model = build_tiny(tiny, config, max(len(sample.tokens) for sample in samples), use_transformer_engine=False)
     # Its forward gives the policy's logits alone: Megatron-Core wants labels where its config has multi-token prediction.
     model.config, model.mtp_process = copy.copy(config), False
     model.config.mtp_num_layers = None
@@ -351,9 +263,7 @@ def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
 def mtp_loss_by_hand(model, samples: Sequence[StepSample], tiny: TinyGPT) -> Tensor | None:  # 0-d float64 with graph
     """The loss of multi-token prediction of the whole step, sample after sample, as the module multi_token writes it down; None for
     a model without."""
-    depth, factor = (
-        tiny.expert_options.get(name, default) for name, default in (("mtp_num_layers", 0), ("mtp_loss_scaling_factor", 0.1))
-    )
+    depth, factor = tiny.expert_options.get("mtp_num_layers"), tiny.expert_options.get("mtp_loss_scaling_factor", 0.1)
     if not (depth and factor):
         return None
     shares: list[list[Tensor]] = [[] for _ in range(depth)]
