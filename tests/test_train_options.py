@@ -274,7 +274,7 @@ def test_all_problems_come_in_one_error():
     with pytest.raises(ConfigError) as caught:
         options_of("--lr 0 --num-layers 0 --reward a --sequence-parallel --top-p 0.9 --sampling-support refuse")
     flags = [problem.split()[0] for problem in caught.value.problems]
-    assert flags == ["--lr", "--num-layers", "--sequence-parallel", "--reward", "--top-p"]
+    assert flags == ["--lr", "--num-layers", "--reward", "--sequence-parallel", "--top-p"]
 
 
 def test_validation_writes_nothing_and_leaves_the_arguments_as_they_are(empty_directory):
