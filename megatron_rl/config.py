@@ -51,22 +51,14 @@ class SupportUse(StrEnum):
     REPLAY = "replay"
 
 
-# Names in the registries of corrections, of token selections and of KL estimators.
+# Names in the registries of corrections and of KL estimators.
 NO_CORRECTION = "none"
-NO_SELECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"
 
 
 class RejectedTokens(StrEnum):
     COUNTED = "counted"
     DROPPED = "dropped"
-
-
-class EntropyBonusTokens(StrEnum):
-    """With a token selection: the tokens whose entropy the bonus counts."""
-
-    ALL = "all"
-    TRAINED = "trained"
 
 
 class RatioUnit(StrEnum):
@@ -167,18 +159,6 @@ class PolicyLossConfig:
     """Drops samples of A < 0 whose mean log(rollout / trained probability) exceeds this, in nats per token (OPSM); None: off."""
     rejected_tokens: str = RejectedTokens.COUNTED
     """Whether the step's counts hold tokens that a correction drops: counted (weights as without it), dropped."""
-    token_selection: str = NO_SELECTION
-    """Which tokens of the whole step are selected, before it: a registered selection, or module.function; none: no selection."""
-    token_selection_share: float | None = None
-    """The share of the step's unmasked tokens that is selected, rounded down, at least one token; needed with a selection."""
-    token_selection_low: float | None = None
-    """Only tokens with at least this score can be selected; None: the selection's bound (clip_cov 1)."""
-    token_selection_high: float | None = None
-    """Only tokens with at most this score can be selected; None: the selection's bound (clip_cov 5)."""
-    token_selection_kl_coefficient: float | None = None
-    """Of the KL penalty that kl_cov gives the selected tokens; None: 1."""
-    entropy_bonus_tokens: str = EntropyBonusTokens.ALL
-    """With a token selection, whose entropy the entropy term is: all tokens, or trained ones."""
     kl_coefficient: float = 0.0
     """Weight of the estimate of KL(policy, reference), averaged by sample_mean; 0 computes nothing."""
     kl_estimator: str = DEFAULT_KL_ESTIMATOR

@@ -30,12 +30,11 @@ import validation_cases
 from helpers import names_forgotten
 
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, NO_SELECTION, CorrectionLevel, Route, flag_fields
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, CorrectionLevel, Route, flag_fields
 from megatron_rl.loss_hub import declared_parameters, get_policy_loss, is_built_in, policy_loss_names
 from megatron_rl.metrics import further, policy
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
-from megatron_rl.registries.token_selections import get_token_selection, token_selection_names
 from megatron_rl.validation import flag_of, routes_of_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,13 +166,6 @@ def of_corrections() -> str:
     return with_tables(text, tables)
 
 
-def of_selections() -> str:
-    """The page with its table as the docstrings of the selections have it."""
-    kinds = [get_token_selection(name) for name in token_selection_names() if name != NO_SELECTION]
-    rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
-    return with_guide("docs/selections.md", "selections", "selection | the score, and what is done", rows)
-
-
 def rows_of_bounds() -> list[str]:
     """Of each correction, what is taken and what is required at each of its levels."""
     lines = [f"| kind | {' | '.join(CorrectionLevel)} |\n|---|{'---|' * len(CorrectionLevel)}\n"]
@@ -278,7 +270,6 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/validation.md": validation_cases.validation_page,
     "docs/losses.md": of_losses,
     "docs/corrections.md": of_corrections,
-    "docs/selections.md": of_selections,
     "docs/metrics.md": of_metrics,
     "tests/messages.txt": refused_calls.messages_table,
 }

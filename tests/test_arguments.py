@@ -22,7 +22,6 @@ from megatron_rl.validation import field_of, flag_of
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
 NOT_REDUCER = ALL[1:]
 TIS = ["--importance-correction", "tis"]
-CLIP_COV = ["--token-selection", "clip_cov", "--token-selection-share", "2e-4"]
 # flag: (value on a launch line, the field's value then, routes that honour it, what the launch needs beside it)
 EFFECT_OF_FLAG = {
     "--policy-loss": ("gspo", "gspo", NOT_REDUCER, []),
@@ -41,12 +40,6 @@ EFFECT_OF_FLAG = {
     "--importance-correction-high": ("3", 3.0, NOT_REDUCER, TIS),
     "--off-policy-sequence-delta": ("0.1", 0.1, NOT_REDUCER, []),
     "--rejected-tokens": ("dropped", "dropped", ("megatron_lm", "train"), ["--importance-correction", "icepop"]),
-    "--token-selection": ("kl_cov", "kl_cov", ("megatron_lm", "train"), ["--token-selection-share", "0.2"]),
-    "--token-selection-share": ("0.2", 0.2, ("megatron_lm", "train"), ["--token-selection", "kl_cov"]),
-    "--token-selection-low": ("2", 2.0, ("megatron_lm", "train"), CLIP_COV),
-    "--token-selection-high": ("4", 4.0, ("megatron_lm", "train"), CLIP_COV),
-    "--token-selection-kl-coefficient": ("0.5", 0.5, ("megatron_lm", "train"), ["--token-selection", "kl_cov", *CLIP_COV[2:]]),
-    "--entropy-bonus-tokens": ("trained", "trained", ("megatron_lm", "train"), [*CLIP_COV, "--entropy-coefficient", "0.1"]),
     "--kl-coefficient": ("1e-3", 1e-3, NOT_REDUCER, []),
     "--kl-estimator": ("k3+", "k3+", NOT_REDUCER, ["--kl-coefficient", "0.1"]),
     "--sampling-support": ("refuse", "refuse", ("custom_loss", "train"), []),

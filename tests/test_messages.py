@@ -15,7 +15,6 @@ FRONT_DOORS = ("losses", "ops/log_probs.py", "ops/linear_head.py", "corrections.
 ELSEWHERE = {
     " as its weights: they must be ": "test_term_contract.py",
     " as is_kept: it must be ": "test_term_contract.py",
-    ": the penalty is of single tokens, and ": "test_old_kl.py",
     ", and none is real. If each rank has the logits": "test_losses_bad_input.py",
     "a second backward through a policy loss": "test_one_read.py",
     "returned a value with a gradient of its own": "test_loss_contract.py",

@@ -6,7 +6,6 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,12 +14,11 @@ from helpers import pool_of
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.testing import step_check
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import in_rollouts, ragged_samples
 from megatron_rl.testing.step_check import aggregations_alike, check_step, what_the_step_hides
@@ -314,20 +312,6 @@ def test_a_model_that_no_ddp_of_megatron_wraps_is_told_what_tests_it():
         with pytest.raises(ConfigError, match="the model is a Sequential: pass one wrapped by .*DistributedDataParallel") as found:
             check_step(None, [], given, [], None, PolicyLossConfig(), **nothing)
         assert "assert_layout_invariant" in str(found.value) and "docs/step_by_hand.md" in str(found.value)
-
-
-def test_drawn_tokens_are_refused():
-    """kl_cov's are those of a sort, which the dense step makes too."""
-    config, model_config = replace(GSPO, token_selection="clip_cov"), SimpleNamespace(finalize_model_grads_func=print)
-    with pytest.raises(ConfigError, match="token_selection='clip_cov' draws tokens by a seed that check_step does not know"):
-        step_check._check_settings(model_config, config, [])
-    step_check._check_settings(model_config, replace(config, token_selection="kl_cov"), [])
-
-
-def test_a_step_whose_tokens_are_selected_needs_scores():
-    config = PolicyLossConfig(token_selection="kl_cov", token_selection_share=0.1)
-    with pytest.raises(DataError, match="token_selection=kl_cov reads scores of each sample, and one has none: give them"):
-        make_step_batches(config, Layout(), ragged_samples(), ParallelGroups())
 
 
 def test_dropout_is_refused_on_every_stage_of_a_pipeline(pool):

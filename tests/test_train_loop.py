@@ -169,7 +169,6 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
         SKIPPED_STEPS,
         *("num_rollouts", "rollout/rows"),  # where samples have a rollout_id
         "policy/mtp_loss",
-        *("policy/selected_share", "policy/selection_threshold"),  # under --token-selection
     }
     assert len(defined) == len(set(defined))
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional

@@ -176,7 +176,6 @@ def test_an_unknown_preset_is_refused(line, capsys):
 # Rules
 
 TP2 = "--tensor-model-parallel-size 2"
-KL_COV = "--token-selection kl_cov --token-selection-share 0.1"
 REJECTED = [
     # line, what the message says, number of ranks
     pytest.param("--num-rollouts 0", "--num-rollouts 0 must be at least 1", 1, id="count of zero"),
@@ -222,7 +221,6 @@ REJECTED = [
         1,
         id="FB-120 the policy itself",
     ),
-    pytest.param(f"{KL_COV} --steps-per-rollout 1", "kl_cov has no effect with one optimiser step a rollout", 1, id="no penalty"),
     pytest.param("--off-policy-sequence-delta 0.1 --docs-per-step 128", "no effect with one optimiser step", 1, id="step of docs"),
     pytest.param("--top-p 0", r"--top-p 0\.0 must be above 0 and at most 1; 1 turns it off", 1, id="nothing kept"),
     pytest.param("--top-p 1.5", r"--top-p 1\.5 must be above 0 and at most 1", 1, id="more than all"),
@@ -274,8 +272,6 @@ ALLOWED = [
     pytest.param("--num-layers 4 --pipeline-model-parallel-size 4", 8, id="two replicas of four stages"),
     pytest.param("--steps-per-rollout 16", 1, id="a prompt a step"),
     pytest.param("--off-policy-sequence-delta 0.1", 1, id="two steps unless told"),
-    pytest.param(KL_COV, 1, id="a penalty from the second step on"),
-    pytest.param(f"{KL_COV} --steps-per-rollout 1 --rollouts here.jsonl", 1, id="a penalty towards another policy"),
     pytest.param("--off-policy-sequence-delta 0.1 --steps-per-rollout 2", 1, id="off-policy from the second step on"),
     pytest.param("--importance-correction tis --off-policy-sequence-delta 0.1 --rollouts here.jsonl", 1, id="another engine"),
     pytest.param("--docs-per-step 128 --steps-per-rollout 1", 1, id="a rollout a step"),

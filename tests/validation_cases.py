@@ -43,8 +43,6 @@ ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
 DROPPED = {"rejected_tokens": "dropped"}
-TOP_ENTROPY = {"token_selection": "top_entropy", "token_selection_share": 0.2}
-KL_COV = {"token_selection": "kl_cov", "token_selection_share": 2e-3}
 EXPERTS = {"num_experts": 8}
 TP_2 = {"tensor_model_parallel_size": 2}
 PARALLEL = {**TP_2, "sequence_parallel": True}
@@ -72,7 +70,6 @@ REFUSED: dict[str, list[dict]] = {
         {"policy_loss": "dr_grpo"},
         {"importance_correction": "ppo"},
         {"kl_estimator": "k4", "kl_coefficient": 0.1},
-        {"token_selection": "top_k", "token_selection_share": 0.2},
     ],
     "own_functions_are_what_they_declare": [
         {"policy_loss": "own_losses.detached"},
@@ -80,7 +77,6 @@ REFUSED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.centred"},
         {"kl_estimator": "own_losses.negated", "kl_coefficient": 0.1},
         {"importance_correction": "own_losses.normalised", **RATIO_BOUNDS},
-        {"token_selection": "own_losses.ranked", "token_selection_share": 0.2},
         {"custom_policy_metrics": "own_metrics.centred"},
         {"custom_policy_metrics": "own_metrics.taken"},
     ],
@@ -111,19 +107,6 @@ REFUSED: dict[str, list[dict]] = {
         {"importance_ratio_unit": "rollout", **GSPO, "loss_aggregation": "row_mean"},
     ],
     "dropped_tokens_are_known": [DROPPED, {**TIS, **DROPPED}, {"off_policy_sequence_delta": 0.1, **DROPPED, **PROMPT_MEAN}],
-    "selections_fit": [
-        {"token_selection": "kl_cov"},
-        *({"token_selection": "top_entropy", "token_selection_share": value} for value in (20, "20%", 0.0)),
-        {"token_selection_share": 0.2},
-        {"entropy_bonus_tokens": "trained"},
-        {**TOP_ENTROPY, "token_selection_kl_coefficient": 1.0},
-        {**TOP_ENTROPY, "token_selection_low": "a"},
-        {**TOP_ENTROPY, "token_selection_low": 2.0, "token_selection_high": 1.0},
-        {**KL_COV, "token_selection_kl_coefficient": 0.0},
-        {**KL_COV, "entropy_bonus_tokens": "trained", "entropy_coefficient": 0.1},
-        {**TOP_ENTROPY, "entropy_bonus_tokens": "trained"},
-        {**TOP_ENTROPY, **GSPO},
-    ],
     "settings_are_read": [
         {"kl_estimator": "k2"},
         {"kl_score": "support", **IN_TRAIN},
@@ -195,7 +178,6 @@ ALLOWED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.gmpo", "clip_ratio_low": 0.3},
         {"policy_loss": "own_losses.detached", "clip_ratio_low": 0.3},  # another rule says what is wrong
         {"kl_estimator": "own_losses.jeffreys", "kl_coefficient": 0.1},
-        {"token_selection": "own_losses.widest", "token_selection_share": 0.2},
         {"custom_policy_metrics": "own_metrics.far_tokens,own_metrics.raised_tokens"},
         {"custom_policy_metrics": "own_metrics.centred", "policy_metrics": "none"},
     ],
@@ -223,15 +205,10 @@ ALLOWED: dict[str, list[dict]] = {
         {"importance_correction": "icepop", **DROPPED},
         {"off_policy_sequence_delta": 0.1, **DROPPED, **TOKEN_MEAN},
     ],
-    "selections_fit": [
-        {**TOP_ENTROPY, "entropy_bonus_tokens": "trained", "entropy_coefficient": 0.1},
-        {**KL_COV, "token_selection_kl_coefficient": 0.5, "token_selection_low": 0.0},
-    ],
     "settings_are_read": [
         {"kl_estimator": "k3+", "kl_score": "support", "kl_coefficient": 0.1, **IN_TRAIN},
         {"entropy_score": "support", "policy_metrics": "with_entropy", **IN_TRAIN},
         {"entropy_score": "support", "entropy_coefficient": 0.1, **IN_TRAIN},
-        {"entropy_score": "support", **TOP_ENTROPY, **IN_TRAIN},
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
         {**SCALED_EXP, "max_logits_bytes": 2**20},
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},

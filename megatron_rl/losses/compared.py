@@ -28,9 +28,7 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
     agreement.add("advantages_per", inputs.advantages_per)
-    for name in (
-        *("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs", "old_kl_coefficients", "entropy_mask"),
-    ):
+    for name in ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs"):
         agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
     if inputs.advantages_per == "token":
         agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)

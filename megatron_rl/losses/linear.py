@@ -35,7 +35,6 @@ from megatron_rl.losses.inputs import (
     prepare_inputs,
     with_token_counts,
 )
-from megatron_rl.losses.old_kl import with_old_kl
 from megatron_rl.losses.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
 from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
 from megatron_rl.losses.sparse_linear import reduce_with_support
@@ -141,7 +140,6 @@ def linear_policy_loss(
     with agreement:
         loss = get_policy_loss(name)
         options = with_defaults(LinearLossKeywords, loss, keywords)
-        loss = loss if options["old_kl_coefficients"] is None else with_old_kl(loss)
         fp32_logits, max_logits_bytes = options["fp32_logits"], options["max_logits_bytes"]
         document_lengths, loss_scale = options["document_lengths"], options["loss_scale"]
         # The head is checked before the settings, because the choice of the backend reads the weight.
@@ -454,8 +452,6 @@ class TokenCoefficients:
             log_ratio = log_probs - self._old_log_probs(rows, log_probs)
             _, derivative = kl_estimate(self.settings.kl_estimator, log_probs, reference, log_ratio)
             c = c + self.settings.kl_coefficient * weights * derivative
-        if self.inputs.entropy_mask is not None:
-            weights = weights * self.inputs.entropy_mask[rows]
         return c, -self.settings.entropy_coefficient * weights if self.settings.entropy_coefficient else None
 
     def _checked_policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
@@ -548,8 +544,6 @@ def bin_inputs(
         token_weights=inputs.token_weights[numbers],
         token_counts=of(inputs.token_counts, numbers),
         importance_weights=of(inputs.importance_weights, tokens),
-        old_kl_coefficients=of(inputs.old_kl_coefficients, tokens),
-        entropy_mask=of(inputs.entropy_mask, tokens),
         ref_log_probs=of(inputs.ref_log_probs, tokens),
         rollout_log_probs=of(inputs.rollout_log_probs, tokens),
         regularizer_weights=of(inputs.regularizer_weights, numbers),

@@ -341,7 +341,6 @@ def _regularizers(
         kl_loss = _sum_live(weights * value, inputs)
         kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
     if settings.entropy_coefficient:
-        weights = weights if inputs.entropy_mask is None else weights * inputs.entropy_mask
         entropy_sum = _sum_live(weights * given(entropy), inputs)
         entropy_coefficients = torch.where(inputs.loss_mask, -settings.entropy_coefficient * weights, 0.0)
     return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients

@@ -47,9 +47,6 @@ class LossKeywords(TypedDict, total=False):
     advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one token
         and cu_seqlens lies on the host, or document_lengths say so: a loss never reads values of the device.
     importance_weights [T]: constants that multiply a token's part of the loss.
-    old_kl_coefficients [T]: constants c_t of a KL penalty towards the policy that the ratio rho_t compares with. A token-level loss
-        has c_t (rho_t - 1 - log rho_t) more in its value, which weights and corrections multiply.
-    entropy_mask [T]: bool, the tokens whose entropy the entropy term is; None: all unmasked ones.
     ref_log_probs [T]: of the reference policy in nats, for the KL term.
     rollout_log_probs [T]: of the sampling engine in nats, for losses that need them.
     correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
@@ -78,8 +75,6 @@ class LossKeywords(TypedDict, total=False):
     backend: str
     advantages_per: str | None
     importance_weights: Tensor | None
-    old_kl_coefficients: Tensor | None
-    entropy_mask: Tensor | None
     ref_log_probs: Tensor | None
     rollout_log_probs: Tensor | None
     correction: CorrectionSettings | None
@@ -193,7 +188,6 @@ class LossSettings:
     check_ranks: bool | None
     is_entropy_read: bool  # by the loss itself
     is_kl_of_all: bool  # with sets of kept ids: the KL term compares scores over the whole vocabulary
-    is_entropy_masked: bool  # the entropy term has its own mask
     is_entropy_of_kept: bool  # with sets of kept ids: the entropy is over them
 
     @property
@@ -272,7 +266,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         check_ranks=options["check_ranks"],
         is_entropy_read=loss.needs_entropy,
         is_kl_of_all=is_kl_of_all,
-        is_entropy_masked=options["entropy_mask"] is not None and coefficients["entropy_coefficient"] != 0,
         is_entropy_of_kept=options["entropy_score"] == TermScore.SUPPORT,
     )
 

@@ -21,9 +21,7 @@ from megatron_rl.step_counts import StepTotals
 __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
 # In the place of a token's experts: it has no route.
 NO_ROUTE = -1
-PER_TOKEN_VALUES = (
-    *("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights", "old_kl_coefficients"),
-)
+PER_TOKEN_VALUES = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +98,6 @@ class PolicyBatch:
     rollout_log_probs: Tensor | None  # [T] float32
     kept_mass: Tensor | None  # [T] float32
     importance_weights: Tensor | None  # [T] float32
-    old_kl_coefficients: Tensor | None  # [T] float32
     sampling_support: SamplingSupport | None  # T rows, empty where nothing was sampled; None also of a micro-batch without samples
     advantages: Tensor  # [N] float32
     staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import NO_SELECTION, EntropyBonusTokens, GradientDivisor, PolicyLossConfig, PolicyMetrics, Route, TermScore
+from megatron_rl.config import GradientDivisor, PolicyLossConfig, PolicyMetrics, Route, TermScore
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.kept_counts import correction_of, divides_by_kept, watches_kept
 from megatron_rl.layout.agreement import checks_microbatch
@@ -218,7 +218,7 @@ class PolicyForwardStep:
             "kl_estimator": config.kl_estimator,
             "entropy_coefficient": config.entropy_coefficient,
             "regularizer_weights": batch.regularizer_weights,
-            **_selection_options(batch, config),
+            "importance_weights": batch.importance_weights,
         }
 
     def _loss_scale(
@@ -299,23 +299,6 @@ class PolicyForwardStep:
         """The reports since the last call, in the order of the micro-batches."""
         reports, self._reports, self._kept = self._reports, [], None
         return reports
-
-
-def _selection_options(batch: PolicyBatch, config: PolicyLossConfig) -> LossKeywords:
-    """What a token selection changes. A micro-batch without samples has nothing of it."""
-    weights, coefficients = batch.importance_weights, batch.old_kl_coefficients
-    is_on = config.token_selection != NO_SELECTION
-    if is_on and batch.token_counts.numel() and weights is None and coefficients is None:
-        raise ConfigError(
-            f"token_selection={config.token_selection} and a batch without selected tokens: they are selected in the whole step, "
-            "before its batches are made; call megatron.step_selection.select_step_tokens and its applied_to"
-        )
-    is_of_trained = is_on and config.entropy_bonus_tokens == EntropyBonusTokens.TRAINED
-    return {
-        "importance_weights": weights,
-        "old_kl_coefficients": coefficients,
-        "entropy_mask": weights > 0 if is_of_trained and weights is not None else None,
-    }
 
 
 def _rollout_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> Tensor | None:

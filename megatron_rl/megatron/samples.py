@@ -43,7 +43,6 @@ class PolicySample:
     kept_ids: SamplingSupport | None = None  # R rows, what the sampler drew each response token from; None: the whole vocabulary
     kept_mass: Tensor | None = None  # [R] what these ids had of the sampler's softmax; only for metrics
     importance_weights: Tensor | None = None  # [R] factors of the policy term; None: 1
-    old_kl_coefficients: Tensor | None = None  # [R] of a KL penalty towards the old policy; None: 0
     ratio_unit: str = RatioUnit.ROW  # of which the tokens share a ratio; not row: the micro-batch's documents are such units
     rollout_id: int | str | None = None  # None: the sample is a rollout
     rollout_token_count: int | None = None  # unmasked tokens of the rollout; needed by ratio_unit rollout

@@ -11,7 +11,7 @@ from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS, Metric, R
 from megatron_rl.registries.dotted import import_attribute
 
 # Names below policy/ that a step has besides those of the tables.
-OF_A_STEP = ("loss", "max_vio", "mtp_loss", "route_agreement", "selected_share", "selection_threshold")
+OF_A_STEP = ("loss", "max_vio", "mtp_loss", "route_agreement")
 
 
 def named_metrics(names: str | None) -> tuple[Metric, ...]:

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import NO_SELECTION, PolicyLossConfig, RatioUnit
-from megatron_rl.errors import DataError
+from megatron_rl.config import PolicyLossConfig, RatioUnit
 from megatron_rl.layout.context_groups import make_context_groups
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
@@ -36,7 +35,6 @@ from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, h
 from megatron_rl.megatron.rotary import Rotary, Yarn
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
-from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.testing.model_shapes import QUICK_GELU, ModelShape
@@ -151,8 +149,6 @@ class StepSample:
     kept_ids: list[list[int]] | None = None
     kept_mass: list[float] | None = None
     rollout_id: str | None = None
-    scores: list[tuple[float, float]] | None = None
-    """(log-probability, entropy) of each response token by the policy before the step; only a token selection reads them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,15 +369,6 @@ def make_step_batches(
     numbers = [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()])]
     mine = [step[number] for number in numbers]
     samples, totals = weigh_samples(policy_config, mine, groups)
-    if policy_config.token_selection != NO_SELECTION:
-        if any(sample.scores is None for sample in mine):
-            raise DataError(
-                f"token_selection={policy_config.token_selection} reads scores of each sample, and one has none: give them"
-            )
-        rows = [torch.tensor(sample.scores, dtype=torch.float64).unbind(-1) for sample in mine]
-        log_probs, entropy = [row for row, _ in rows], [row for _, row in rows]
-        selection = select_step_tokens(policy_config, mine, numbers, groups, log_probs=log_probs, entropy=entropy)
-        samples = selection.applied_to(samples)
     weighed = dict(zip(numbers, samples, strict=True))
     if layout.context_sizes and groups.dp.size() > 1:
         of_ranks: list[Any] = [None] * groups.dp.size()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -54,16 +53,11 @@ class DenseSettings:
     bounds: tuple[float | None, float | None] = (None, None)
     sequence_delta: float | None = None
     is_dropped: bool = False  # rejected tokens are not counted
-    selection: str | Selection = "none"
-    selection_share: float = 0.0
-    selection_bounds: tuple[float, float] = (-math.inf, math.inf)  # of the score
-    selection_penalty: float = 1.0  # of the selected tokens' distance from the old policy, where the selection has one
     kl_estimator: str | Estimator = "k3"
     kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     entropy_score: str = "full"  # likewise of the entropy
-    entropy_tokens: str = "all"  # or those that are "trained", where a selection leaves some out
     temperature: float = 1.0
 
 
@@ -286,39 +280,6 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-class Selection(NamedTuple):
-    """score: of the step's tokens, by log-probability, entropy and advantage. taken: "largest", "smallest" or "random"."""
-
-    score: Callable[[Tensor, Tensor, Tensor], Tensor]
-    taken: str
-    effect: str
-
-
-def covariance(log_probs: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
-    """Cui et al., arXiv:2505.22617, equation 9."""
-    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
-
-
-# Clip-Cov and KL-Cov: arXiv:2505.22617; top_entropy: arXiv:2506.01939.
-SELECTIONS: dict[str, Selection] = {
-    "none": Selection(covariance, "largest", "nothing"),
-    "top_entropy": Selection(lambda log_probs, entropy, advantages: entropy, "largest", "trained_alone"),
-    "clip_cov": Selection(covariance, "random", "left_out"),
-    "kl_cov": Selection(covariance, "largest", "penalized"),
-}
-
-
-def drawn(*parts: int) -> int:
-    """A number that looks random, of 32 bits. splitmix64: Steele, Lea, Flood, OOPSLA 2014."""
-    state, bits = 0, (1 << 64) - 1
-    for part in parts:
-        state = (state + 0x9E3779B97F4A7C15 & bits) ^ part
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & bits
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & bits
-        state ^= state >> 31
-    return state & 0xFFFFFFFF
-
-
 def formula(table: dict[str, Any], name: Any, of_what: str) -> Any:
     """A user's own function is its formula."""
     if not isinstance(name, str):
@@ -421,7 +382,6 @@ class StepTerms:
         self.values = self.in_order([value for value, _ in found])
         self.is_clipped = self.in_order([is_clipped for _, is_clipped in found]).bool()
         self.correct()
-        self.select()
         is_counted = self.is_kept() if settings.is_dropped else torch.ones_like(self.factors)
         self.counts = [int(sum(is_counted[token] for token in tokens)) for tokens in self.of_samples]
         self.add_up()
@@ -451,25 +411,6 @@ class StepTerms:
         self.is_off_policy = (self.advantages < 0) & (self.in_order(divergences) > delta)
         self.factors = torch.where(self.is_off_policy, 0.0, self.factors)
 
-    def select(self) -> None:
-        """A sort of the whole step. The share counts as it is written; of a step with tokens at least one is selected."""
-        selection, (low, high) = formula(SELECTIONS, self.settings.selection, "token selection"), self.settings.selection_bounds
-        number = math.floor(Fraction(repr(self.settings.selection_share)) * len(self.owners))
-        number = max(number, 1) if self.settings.selection_share else number
-        score = selection.score(self.new.detach(), self.scores.entropy.detach(), self.advantages).tolist()
-        keys = {
-            "largest": [-one for one in score],
-            "smallest": score,
-            "random": [drawn(0, i, t) for i, t in zip(self.owners, self.places, strict=True)],
-        }[selection.taken]
-        ranked = sorted((key, token) for token, (key, one) in enumerate(zip(keys, score, strict=True)) if low <= one <= high)
-        selected = torch.zeros_like(self.factors)
-        selected[[token for _, token in ranked[:number]]] = 1.0
-        self.trained = {"trained_alone": selected, "left_out": 1 - selected}.get(selection.effect, torch.ones_like(selected))
-        self.factors = self.factors * self.trained
-        if selection.effect == "penalized":  # k3 from the policy to the old one, whose ratio is the other way round
-            self.values = self.values + self.settings.selection_penalty * selected * k3(-self.log_ratio)
-
     def add_up(self) -> None:
         settings, live = self.settings, [len(tokens) for tokens in self.of_samples]
         of_policy = token_weights(self.samples, self.counts, settings)
@@ -479,8 +420,7 @@ class StepTerms:
         value, trained = estimate(self.scores.compared, self.given("ref"), self.log_ratio)
         self.policy = (weights * self.importance * self.factors * self.values).sum()
         self.kl = (others * (value.detach() + trained - trained.detach())).sum()
-        is_bonus = self.trained if settings.entropy_tokens == "trained" else torch.ones_like(self.trained)
-        self.entropy = (others * is_bonus * self.scores.entropy).sum()
+        self.entropy = (others * self.scores.entropy).sum()
 
     def loss(self) -> Tensor:
         return self.policy + self.settings.kl_coefficient * self.kl - self.settings.entropy_coefficient * self.entropy

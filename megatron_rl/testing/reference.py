@@ -28,7 +28,6 @@ from megatron_rl.megatron.model import global_parameter_name, transformer_config
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CorrectionValue, get_correction
-from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import with_old_log_probs
@@ -152,7 +151,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
     """A user's own term is its own function on one process: then layouts are compared, and not its equation."""
     loss = get_policy_loss(config.policy_loss)
     low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
-    correction, estimator, selection = config.importance_correction, config.kl_estimator, TokenSelectionSettings.of(config)
+    correction, estimator = config.importance_correction, config.kl_estimator
     return oracle.DenseSettings(
         loss=loss.name if loss.name in oracle.LOSSES else _own_loss(loss),
         low=low,
@@ -166,14 +165,9 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
         bounds=(config.importance_correction_low, config.importance_correction_high),
         sequence_delta=config.off_policy_sequence_delta,
         is_dropped=config.rejected_tokens == RejectedTokens.DROPPED,
-        selection=selection.kind if selection.kind in oracle.SELECTIONS else _own_selection(selection),
-        selection_share=selection.share or 0.0,
-        selection_bounds=selection.bounds,
-        selection_penalty=selection.penalty or 0.0,
         kl_estimator=estimator if estimator in oracle.ESTIMATORS else _own_estimator(estimator),
         kl_coefficient=config.kl_coefficient,
         entropy_coefficient=config.entropy_coefficient,
-        entropy_tokens=config.entropy_bonus_tokens,
         temperature=config.policy_temperature,
     )
 
@@ -240,18 +234,6 @@ def _own_estimator(name: str) -> oracle.Estimator:
         return value, derivative * new
 
     return estimate
-
-
-def _own_selection(settings: TokenSelectionSettings) -> oracle.Selection:
-    declared = settings.declared
-
-    def score(log_probs: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
-        vectors = {"log_probs": log_probs, "entropy": entropy, "advantages": advantages}
-        vectors |= {f"centred_{name}": values - values.mean() for name, values in vectors.items()}
-        found: Tensor = declared.function(**{need: vectors[need] for need in declared.needs})
-        return found
-
-    return oracle.Selection(score, declared.taken, declared.effect)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Tests the losses on the ranks and devices that are there: steps of a tiny GPT, row after row, against one process in float64.
 
-A loss, an aggregation, a KL estimator, a correction and a selection has its rows by its registration. No factor is undone by hand.
+A loss, an aggregation, a KL estimator and a correction has its rows by its registration. No factor is undone by hand.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import (
-    NO_SELECTION,
     Backend,
     CorrectionLevel,
-    EntropyBonusTokens,
     GradientDivisor,
     PolicyLossConfig,
     RatioUnit,
@@ -46,7 +44,6 @@ from megatron_rl.ops.backends import why_triton_is_missing
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import kl_estimator_names
-from megatron_rl.registries.token_selections import Effect, get_token_selection, token_selection_names
 from megatron_rl.testing.comparison import Comparison, Truth, compare, compare_part, named_sizes
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length, tiny_like
 from megatron_rl.testing.model_shapes import ModelShape, parameter_kind
@@ -81,8 +78,6 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 # Nats per token, amid the samples' divergences.
 SEQUENCE_DELTA = 0.2
-# Of a token selection: no token of the step is beyond it.
-LARGEST_SCORE = 1e6
 # On any layout a float32 gradient of the tiny models is 3e-7 to 7e-7 from the float64 truth; the smallest wrong factor, one token
 # too many of a hundred, moves it by 9e-3.
 BOUND = 1e-5
@@ -97,21 +92,12 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
     return {**of_kind, "importance_correction_low": low, "importance_correction_high": high, **others}
 
 
-def _selection(kind: str) -> dict[str, object]:
-    """A third of the tokens, of any score; the entropy term of those that are trained, where some are not."""
-    is_penalty = get_token_selection(kind).effect == Effect.PENALIZED
-    bonus = {} if is_penalty else {"entropy_coefficient": 0.1, "entropy_bonus_tokens": str(EntropyBonusTokens.TRAINED)}
-    settings = {"token_selection": kind, "token_selection_share": 1 / 3, **bonus}
-    return {**settings, "token_selection_low": -LARGEST_SCORE, "token_selection_high": LARGEST_SCORE}
-
-
 # The registered ones whose weights follow from a formula.
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if get_loss_aggregation(name).formula is not None)
 LOGITS, FUSED = "logits", "fused head"
 ALL_TERMS, DROPPED, DROPPED_LATE = "KL + entropy + temperature", "icepop, dropped", "OPSM, dropped"
 DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
 RATIO_OF_ROLLOUTS, RATIO_OF_TURNS = "a ratio a rollout", "a ratio a turn"
-SELECTIONS = tuple(name for name in token_selection_names() if name != NO_SELECTION)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -123,7 +109,6 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
-    **{name: _selection(name) for name in SELECTIONS},
     DROPPED_LATE: {"off_policy_sequence_delta": SEQUENCE_DELTA, "rejected_tokens": str(RejectedTokens.DROPPED)},
     DUAL_CLIP: {},  # its bound follows from the loss's clip
     DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
@@ -158,8 +143,7 @@ def term_pairs() -> Iterator[tuple[str, str, str]]:
     """(loss, aggregation, term) of each row. The aggregations take turns."""
     of_sequences = (RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
     terms = [term for term in TERMS if term not in ("", ALL_TERMS, *of_sequences)]
-    # A selection is of single tokens.
-    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES) if loss == OF_TOKENS or term not in SELECTIONS]
+    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES)]
     for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
         # What the policy in training drops is not known before its forward pass.
         is_late, turn = term == DROPPED_LATE, place + place // len(AGGREGATIONS)
@@ -244,9 +228,6 @@ def step_of_term(
     if config.kl_coefficient:
         references = [[value - numbers.gauss(0.0, 0.3) for value in values] for values in new]
         step = [replace(sample, ref_log_probs=values) for sample, values in zip(step, references, strict=True)]
-    if config.token_selection != NO_SELECTION:
-        known = [list(zip(row.log_probs.tolist(), row.entropy.tolist(), strict=True)) for row in scores]
-        step = [replace(sample, scores=of_sample) for sample, of_sample in zip(step, known, strict=True)]
     if CorrectionSettings.of(config).has_factor:
         sampled = [sampler_off_the_bounds(sample, level, BOUNDS[level], numbers) for sample in step]
         step = [replace(sample, rollout_log_probs=values) for sample, values in zip(step, sampled, strict=True)]

@@ -30,7 +30,6 @@ from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
-from megatron_rl.registries.token_selections import Taken, get_token_selection
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import MULTIPLE_TOLERANCE, Comparison, compare_shards, named_sizes
@@ -257,11 +256,6 @@ def _check_settings(model_config: Any, config: PolicyLossConfig, samples: Sequen
         problems.append(f"policy_loss={config.policy_loss!r} reads {', '.join(needs)}, which check_step cannot give by hand")
     if config.kl_coefficient and any(sample.ref_log_probs is None for sample in samples):
         problems.append("kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")
-    if get_token_selection(config.token_selection).taken == Taken.RANDOM:
-        problems.append(
-            f"token_selection={config.token_selection!r} draws tokens by a seed that check_step does not know: check the loop with "
-            "token_selection='kl_cov', whose tokens are those of a sort"
-        )
     if problems:
         raise ConfigError([f"check_step: {problem}" for problem in problems])
 

@@ -28,7 +28,6 @@ from megatron_rl.train.collection import (
     SampledRollouts,
     counts_kept_of_rollouts,
     reader_of_old_log_probs,
-    selection_of,
     with_old_log_probs,
     with_ref_log_probs,
     with_rollout_log_probs,
@@ -290,7 +289,6 @@ class TrainingRun:
                 num_documents=step.num_documents,
                 policy_version=steps_done,
                 counts_phantoms=self._config.watchdog != Watchdog.OFF and steps_done == 0,
-                selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
             if self._config.empty_step != EmptySteps.SKIP:

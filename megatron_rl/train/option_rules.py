@@ -15,13 +15,11 @@ from typing import Any
 from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
     NO_CORRECTION,
-    NO_SELECTION,
     SupportUse,
     TermScore,
 )
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
-from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
@@ -240,14 +238,11 @@ def check_one_step(options: TrainLaunch) -> Iterator[str]:
     is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
     if options.rollouts is not None or options.steps_per_rollout != 1 or not is_whole:
         return
-    delta, name = settings["off_policy_sequence_delta"], settings["token_selection"]
-    selection = TOKEN_SELECTIONS.find_or_none(name or NO_SELECTION)
-    is_penalty = selection is not None and selection.effect == Effect.PENALIZED
-    idle = [f"--off-policy-sequence-delta {delta}"] if delta is not None else []
-    for typed in [*idle, *([f"--token-selection {name}"] if is_penalty else [])]:
+    if settings["off_policy_sequence_delta"] is not None:
         yield (
-            f"{typed} has no effect with one optimiser step a rollout: the policy in training is the one that sampled; give "
-            "--steps-per-rollout 2 or more, or fewer --docs-per-step than a rollout has"
+            f"--off-policy-sequence-delta {settings['off_policy_sequence_delta']} has no effect with one optimiser step a rollout: "
+            "the policy in training is the one that sampled; give --steps-per-rollout 2 or more, or fewer --docs-per-step than a "
+            "rollout has"
         )
 
 

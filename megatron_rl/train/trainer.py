@@ -36,7 +36,6 @@ from megatron_rl.megatron.samples import (
     unweighted,
     weigh_samples,
 )
-from megatron_rl.megatron.step_selection import StepSelection
 from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
@@ -156,18 +155,15 @@ class PolicyTrainer:
         *,
         of_reference: bool = False,
         recorder: RouteRecorder | None = None,
-        with_entropy: bool = False,
-        replays_routes: bool | None = None,
     ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
         weights before training). Those of samples with kept_ids are over these, the reference's where --kl-score says so; 0 at a
-        token outside its set. with_entropy: [2, response_length], the entropies below them. replays_routes: whether the policy's
-        routers use the samples' routes; None: under router_replay=rollout.
+        token outside its set.
         Communication: as response_log_probs. Raises ConfigError without a reference."""
         model = self._reference if of_reference else self.model
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
-        has_routes = self.settings.router_replay == RouterReplay.ROLLOUT if replays_routes is None else replays_routes
+        has_routes = self.settings.router_replay == RouterReplay.ROLLOUT
         has_sets = not of_reference or self.config.kl_score == TermScore.SUPPORT
         plain = [[unweighted(sample, has_routes and not of_reference, has_sets) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
@@ -183,8 +179,6 @@ class PolicyTrainer:
             groups=self.groups,
             head=self._head,
             recorder=recorder,
-            with_entropy=with_entropy,
-            entropy_score=self.config.entropy_score,
         )
 
     def step(
@@ -194,14 +188,12 @@ class PolicyTrainer:
         num_documents: int | None = None,
         policy_version: int | None = None,
         counts_phantoms: bool = False,
-        selection: StepSelection | None = None,
     ) -> dict[str, float]:
         """One optimiser step on this data-parallel rank's micro-batches. Every rank passes the same number; some may be empty.
 
         num_documents: the samples of all ranks together, to check; None: not checked. policy_version: of the current policy, in the
         unit of the samples' versions; a schedule of the learning rate takes it for the optimiser steps that are done.
         counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
-        selection: of these samples' tokens, in the order of the micro-batches; needed with a token_selection.
 
         Synchronisation on CUDA: for count_step before the first forward, with a fused head once a chunk, and after the last
         backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics; with experts for their load, and
@@ -217,7 +209,7 @@ class PolicyTrainer:
         weighted, totals = weigh_samples(self.config, samples, self.groups)
         if num_documents not in (None, totals.num_samples):
             raise DataError(f"{totals.num_samples} samples counted in a step assembled of {num_documents}")
-        in_order = iter(weighted if selection is None else selection.applied_to(weighted))
+        in_order = iter(weighted)
         parts = [[next(in_order) for _ in of_one] for of_one in microbatches]
         context = StepContext(
             totals=totals,
@@ -251,7 +243,6 @@ class PolicyTrainer:
         _, grad_norm, _ = self.optimizer.step()
         has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
         metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
-        metrics |= {} if selection is None or self.config.policy_metrics == PolicyMetrics.NONE else selection.metrics()
         return metrics | (checker.metrics(self.groups) if has_routes else {})
 
     def _learning_rates(self) -> OptimizerParamScheduler | None:

@@ -1,5 +1,5 @@
-"""Tries a user's own functions once a launch, before any data: one trial for losses, aggregations, KL estimators, corrections,
-selections and metrics.
+"""Tries a user's own functions once a launch, before any data: one trial for losses, aggregations, KL estimators, corrections
+and metrics.
 
 The layouts and the fused head rely on what such a function declares, and no other test can see that it is not elementwise.
 """
@@ -29,7 +29,6 @@ from megatron_rl.ops.ratios import bounded_exp, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
-from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.routes import Settings
 
@@ -55,8 +54,6 @@ def own_function_problems(launch: Settings) -> Iterator[str]:
         yield from estimator_problems(launch.kl_estimator)
     if launch.correction is not None and not CORRECTIONS.is_built_in(settings.kind) and not list(settings.problems()):
         yield from correction_problems(settings)
-    if launch.token_selection is not None and not TOKEN_SELECTIONS.is_built_in(config.token_selection):
-        yield from selection_problems(launch.token_selection)
     if config.policy_metrics != PolicyMetrics.NONE:
         yield from metric_problems(config)
 
@@ -239,16 +236,6 @@ def correction_problems(settings: CorrectionSettings) -> Iterator[str]:
     element = "token" if settings.level == CorrectionLevel.TOKEN else "sample"
     vectors = (probes["log_ratio"], probes["log_probs"])
     yield from trial(f"importance_correction={settings.kind}", at, vectors, element=element)
-
-
-def selection_problems(selection: TokenSelectionKind) -> Iterator[str]:
-    vectors = {name: vector.double() for name, vector in _probes().items()}
-    vectors |= {f"centred_{name}": vectors[name] - vectors[name].mean() for name in ("log_probs", "advantages")}
-
-    def score_of(*given: Tensor) -> Results:
-        return (selection.function(**dict(zip(selection.needs, given, strict=True))),)
-
-    yield from trial(f"token_selection={selection.name}", score_of, [vectors[name] for name in selection.needs])
 
 
 def metric_problems(config: PolicyLossConfig) -> Iterator[str]:

@@ -11,7 +11,6 @@ from megatron_rl.config import (
     DEFAULT_MAX_LOGITS_BYTES,
     Backend,
     CorrectionLevel,
-    EntropyBonusTokens,
     PolicyMetrics,
     RatioUnit,
     RejectedTokens,
@@ -30,7 +29,6 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.corrections import correction_names, get_correction
-from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
@@ -190,33 +188,14 @@ def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
         )
 
 
-def selections_fit(launch: Settings) -> Iterator[str]:
-    config, selection, loss = launch.config, TokenSelectionSettings.of(launch.config), launch.loss
-    if launch.token_selection is None or config.entropy_bonus_tokens not in tuple(EntropyBonusTokens):
-        return
-    yield from selection.problems()
-    if not selection.is_on:
-        return
-    if selection.share == 0:
-        yield "token_selection_share=0 selects no token: remove --token-selection"
-    if loss is not None and loss.level != "token":
-        yield (
-            f"token_selection={selection.kind} with policy_loss={config.policy_loss}, a loss of level {loss.level}: the tokens of "
-            "a sample are together in it, so one is not trained without the others; remove --token-selection"
-        )
-    if selection.entropy_bonus == EntropyBonusTokens.TRAINED and not config.entropy_coefficient:
-        yield "entropy_bonus_tokens=trained has no effect without an entropy term: set --entropy-coefficient, or remove it"
-
-
 def settings_are_read(launch: Settings) -> Iterator[str]:
     """What nothing reads beside the other settings. What a host reports by itself, its own rules know."""
-    config, loss, selection, given = launch.config, launch.loss, launch.token_selection, launch.set_flags
+    config, loss, given = launch.config, launch.loss, launch.set_flags
     has_no_kl, has_no_metrics = config.kl_coefficient == 0, config.policy_metrics == PolicyMetrics.NONE
     has_entropy = (
         config.entropy_coefficient
         or config.policy_metrics == PolicyMetrics.WITH_ENTROPY
         or (loss is not None and loss.needs_entropy)
-        or (selection is not None and "entropy" in selection.needs)
     )
     has_head = config.fused_lm_head_loss is True
     has_budget = "--max-logits-bytes" in given or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
@@ -342,7 +321,6 @@ RULES = (
     corrections_fit,
     ratios_have_a_unit,
     dropped_tokens_are_known,
-    selections_fit,
     settings_are_read,
     scaled_exp_goes_with_the_fused_head,
     numbers_are_in_range,
