@@ -181,8 +181,6 @@ class PolicyLossConfig:
     """Compute the loss from hidden states, without the logits of the whole micro-batch in memory."""
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
     """Upper bound in bytes of all logits buffers of the fused head together."""
-    scaled_exp_head: bool = False
-    """The fused head's first product leaves scaled exponentials, and no kernel reads the logits again; Triton, tp size 1."""
     fp32_lm_head: bool = False
     """Compute logits in float32 from the 16-bit parameters, which stay as they are."""
     skip_old_log_probs: bool = False

@@ -131,7 +131,7 @@ DOORS = [
     Door("hidden", "torch", FLOAT32, "announced factor"),
     Door("hidden", "torch", FLOAT64, "no log-probs"),
     Door("hidden", "triton", FLOAT32, "small chunks"),
-    Door("hidden", "triton", FLOAT32, "scaled exponentials"),
+    Door("hidden", "triton", FLOAT32, "one chunk"),
     Door("log_probs", "torch", FLOAT64),
     Door("log_probs", "triton", FLOAT32),
 ]
@@ -281,14 +281,11 @@ def possible(case: Case) -> Case:
         settings = replace(settings, temperature=1.0, entropy_coefficient=0.0)
         metrics = "basic" if metrics == "with_entropy" else metrics
         split = replace(split, tp=1)
-    if door.option == "scaled exponentials":
-        settings = replace(settings, entropy_coefficient=0.0)
-        split = replace(split, tp=1)
     if door.option == "sequence parallel" and split.tp == 1:
         split = replace(split, tp=2)
     if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
         split = replace(split, microbatches=1, contexts=split.contexts[:1])
-    kept = "all" if door.head == "log_probs" or door.option == "scaled exponentials" else case.kept
+    kept = "all" if door.head == "log_probs" else case.kept
     if get_kl_estimator(settings.kl_estimator).takes_log_ratio or kept == "all":
         settings = replace(settings, kl_score="full" if kept == "all" else "support")
     if kept == "all":

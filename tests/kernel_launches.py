@@ -106,18 +106,6 @@ def rescale(gradient: Tensor) -> None:
     run(gradient, *(torch.empty((), device="cuda") for _ in range(3)))
 
 
-def scaled_exp(
-    dtype: torch.dtype, *, rows: int = ROWS, columns: int = COLUMNS, hidden_size: int = 4096, temperature: float = 1.0, **options
-) -> None:
-    run = row_kernels(resolve_backend("auto", column(1))).scaled_exp
-    assert run is not None
-    sizes = ((rows, hidden_size), (columns, hidden_size), (rows, columns))
-    hidden, weight, out = (torch.empty(size, dtype=dtype, device="cuda") for size in sizes)
-    shard = vocab_shard(columns, temperature, None, SINGLE)
-    options = {"with_entropy": False, "rounds_logits": True} | options
-    run(hidden, weight, column(rows, torch.int64), shard, out=out, **options)
-
-
 def sparse_head(dtype: torch.dtype, *, hidden_size: int = 4096, num_pairs: int = 65536) -> None:
     """The products of pairs and both gradients. Only their host numbers count."""
     from megatron_rl.ops.sparse_head import Pairs
@@ -216,14 +204,6 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["rescale bf16"] = lambda: rescale(large("bf16"))
     launches["rescale fp32"] = lambda: rescale(large("fp32"))
     launches["rescale of each size"] = lambda: [rescale(rows_of(*size, torch.bfloat16)) for size in SIZES]
-    launches["scaled exp bf16"] = lambda: scaled_exp(torch.bfloat16)
-    launches["scaled exp bf16, fp32 logits, entropy"] = lambda: scaled_exp(torch.bfloat16, rounds_logits=False, with_entropy=True)
-    launches["scaled exp fp32"] = lambda: scaled_exp(torch.float32)
-    launches["scaled exp of each size"] = lambda: [
-        scaled_exp(torch.bfloat16, rows=rows, columns=columns, hidden_size=hidden_size, temperature=temperature)
-        for rows, columns, hidden_size in ((ROWS, COLUMNS, 4096), (1, 151928, 2056), (4097, 50264, 1000))
-        for temperature in TEMPERATURES
-    ]
     launches["sparse head bf16"] = lambda: sparse_head(torch.bfloat16)
     launches["sparse head fp32"] = lambda: sparse_head(torch.float32)
     launches["sparse head of each size"] = lambda: [

@@ -51,7 +51,6 @@ EFFECT_OF_FLAG = {
     "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),
     "--fused-lm-head-loss": (None, True, NOT_REDUCER, []),
     "--max-logits-bytes": ("1048576", 2**20, NOT_REDUCER, ["--fused-lm-head-loss"]),
-    "--scaled-exp-head": (None, True, NOT_REDUCER, ["--fused-lm-head-loss"]),
     "--fp32-lm-head": (None, True, ALL, []),
     "--skip-old-log-probs": (None, True, ("custom_loss",), []),
     "--docs-per-step": ("64", 64, ("train",), []),

@@ -75,7 +75,6 @@ OF_A_STEP = {
     "policy_loss_backend": Effect("triton", "kernels"),
     "fused_lm_head_loss": Effect(True, "rows of logits"),
     "max_logits_bytes": Effect(8 * 4 * VOCABULARY, "rows of logits", {"fused_lm_head_loss": True}),
-    "scaled_exp_head": Effect(True, "error", {"fused_lm_head_loss": True, "policy_loss_backend": "triton"}),
     "fp32_lm_head": Effect(True, "gradient", is_bf16=True),
     "gradient_divisor": Effect("num_samples", "gradient"),
     "router_aux_loss": Effect("exact", "gradient", has_experts=True),

@@ -235,7 +235,6 @@ def columns_of(case: Case, step: Step, groups: ParallelGroups) -> tuple[int, int
     real, tp = step.weight.shape[0], groups.tp.size()
     width = -(-(real + case.num_padded_columns) // tp)
     width = width if (tp - 1) * width < real else -(-real // tp)  # each rank has a real column, where there are enough
-    width += -width % 4 if case.door.option == "scaled exponentials" else 0  # it needs rows of 16 bytes
     first = min(groups.tp.rank() * width, real)
     return first, min(first + width, real), width
 
@@ -364,7 +363,6 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
         weight,
         *batch.arguments(),
         **head,
-        scaled_exp=door.option == "scaled exponentials",
         return_log_probs=door.option != "no log-probs",
         document_lengths=[len(step.samples[i].labels) for i in batch.samples] if case.number % 2 else None,
         **options,

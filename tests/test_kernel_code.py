@@ -115,7 +115,7 @@ def compiled(triton: str | None) -> str:
         pytest.skip("Triton is not installed")
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
     command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
-    command += ["--without", *LEFT_OUT, "--code-of", *HOT, *PAIRS, "rows", "scaled_exp"]
+    command += ["--without", *LEFT_OUT, "--code-of", *HOT, *PAIRS, "rows"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment_of(triton))
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
@@ -200,18 +200,6 @@ SMALL = {
 }
 
 
-MATMULS = {"scaled exp bf16": 8, "scaled exp bf16, fp32 logits, entropy": 8, "scaled exp fp32": 0}  # warps, and 0: no tensor core
-
-
-@pytest.mark.parametrize("launch", [*filter(is_compiled, MATMULS)])
-def test_the_product_of_the_head_runs_on_tensor_cores_without_spills(gate, launch):
-    """Operands come, and results go, by bulk copies alone: two loads an iteration of the loop and a store of each half tile."""
-    figures = gate.figures_of(launch, "scaled_exp_kernel")
-    assert spills(figures) + specialisations(figures) == []
-    assert bool(figures["matmuls"]) == bool(MATMULS[launch]) and figures["bulk_copies"] >= 3, figures
-    assert not figures["matmuls"] or figures["num_warps"] == MATMULS[launch]
-
-
 # (registers, loads of 16 bytes): 128 threads with four loads of both operands under way; eight, and two of a float32 sum.
 # 72 registers leave 7 programs on a multiprocessor, 112 KiB under way: the 23 KiB that hide the latency, five times.
 PAIRS = {"gather_product_kernel": (72, {8}), "scatter_product_kernel": (64, {8, 10})}
@@ -242,7 +230,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     """Catches a new kernel that the gate has not been told to launch."""
     sources = (TESTS.parent / "megatron_rl").rglob("*_triton.py")
     written = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(encoding="utf-8"), re.M)}
-    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *PAIRS, *SMALL, "scaled_exp_kernel"}
+    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *PAIRS, *SMALL}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +243,6 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
         ("grpo, one read of each size", ["grpo, one read, bf16"]),
         ("unit gradient of each size", ["unit gradient bf16"]),
         ("rescale of each size", ["rescale bf16"]),
-        ("scaled exp of each size", ["scaled exp bf16"]),
         ("sparse head of each size", ["sparse head bf16"]),
     ],
 )

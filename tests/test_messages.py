@@ -22,7 +22,6 @@ ELSEWHERE = {
     ": it must leave its inputs as they are": "test_loss_contract.py",
     " returned values or derivatives that are not finite": "test_loss_contract.py",
     " is not a @triton.jit function": "test_loss_hub.py",
-    "scaled_exp=True ": "test_scaled_exp.py",
     " needs the entropy of each token, and this call has log-probabilities": "test_own_losses.py",
     " of a sum over later or earlier tokens must be in": "test_ordered_sums.py",
     "a sum over later or earlier tokens takes [T=": "test_ordered_sums.py",

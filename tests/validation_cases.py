@@ -40,7 +40,6 @@ GSPO = {"policy_loss": "gspo"}
 RATIO_BOUNDS = {"importance_correction_low": 0.5, "importance_correction_high": 2.0}
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
-SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
 DROPPED = {"rejected_tokens": "dropped"}
 EXPERTS = {"num_experts": 8}
@@ -114,14 +113,9 @@ REFUSED: dict[str, list[dict]] = {
         {"allow_partial_prompt_groups": True},
         {"max_logits_bytes": 2**30},
         {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
-        {"scaled_exp_head": True},
         {"custom_policy_metrics": "own_metrics.far_tokens", "policy_metrics": "none"},
         {"watchdog": "raise", "policy_metrics": "none"},
         {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
-    ],
-    "scaled_exp_goes_with_the_fused_head": [
-        SCALED_EXP | {"entropy_coefficient": 0.01},
-        SCALED_EXP | {"policy_loss_backend": "torch"},
     ],
     "numbers_are_in_range": [
         {"policy_temperature": 0.0},
@@ -210,12 +204,11 @@ ALLOWED: dict[str, list[dict]] = {
         {"entropy_score": "support", "policy_metrics": "with_entropy", **IN_TRAIN},
         {"entropy_score": "support", "entropy_coefficient": 0.1, **IN_TRAIN},
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
-        {**SCALED_EXP, "max_logits_bytes": 2**20},
+        {"fused_lm_head_loss": True, "max_logits_bytes": 2**20},
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},
         {"policy_metrics": "none"},
         {"watchdog": "raise"},
     ],
-    "scaled_exp_goes_with_the_fused_head": [SCALED_EXP | {"policy_loss_backend": "triton", "kl_coefficient": 0.1}],
     "numbers_are_in_range": [
         {"policy_temperature": 1e-3, "kl_coefficient": 0.0, "entropy_coefficient": 0.01},
         {"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None},

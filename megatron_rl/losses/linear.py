@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction, token_weights_of
-from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement
 from megatron_rl.layout.packing import document_ids, spread
@@ -111,8 +110,6 @@ def linear_policy_loss(
             max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
             sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
             fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
-            scaled_exp: the first product leaves e^z, and no kernel reads the logits again (docs/kernels.md). For tp size 1,
-                bfloat16 and float32, on Triton. Off: 0.94 to 1.14 of the time on an H100. One more synchronisation a chunk.
             document_lengths: N ints, the tokens of whole documents with padding; under cp they save one synchronisation.
             loss_scale: the product of all factors of `.loss` before backward. The weight gradient then goes into weight.main_grad
                 in forward (where that is float32), and backward checks the factor: another one raises on the CPU, and makes the
@@ -151,7 +148,6 @@ def linear_policy_loss(
             backend=options["backend"],
             sequence_parallel=options["sequence_parallel"],
             fp32_logits=fp32_logits,
-            scaled_exp=options["scaled_exp"],
         )
         num_tokens, device = check_head(hidden, weight, labels, head_options), hidden.device
         support = options["sampling_support"]
@@ -160,14 +156,6 @@ def linear_policy_loss(
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
         settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], like_logits))
         head_options = replace(head_options, with_entropy=settings.needs_entropy, entropy_of_kept=settings.is_entropy_of_kept)
-        if options["scaled_exp"] and support is not None:
-            raise ConfigError(
-                "scaled_exp=True is for logits of the whole vocabulary, and sampling_support leaves most of them out; leave it out"
-            )
-        if options["scaled_exp"] and settings.entropy_coefficient:
-            raise ConfigError(
-                "scaled_exp=True has no effect with an entropy term, whose coefficient does not commute; leave it out"
-            )
         inputs = prepare_inputs(
             loss,
             options,

@@ -111,7 +111,6 @@ class LinearLossKeywords(LossKeywords, total=False):
     max_logits_bytes: int
     sequence_parallel: bool
     fp32_logits: bool
-    scaled_exp: bool
     document_lengths: Sequence[int] | None
     loss_scale: Tensor | float | None
     return_log_probs: bool
@@ -134,7 +133,6 @@ DEFAULTS: Mapping[str, object] = {
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
     "sequence_parallel": False,
     "fp32_logits": False,
-    "scaled_exp": False,
     "return_log_probs": True,
 }
 

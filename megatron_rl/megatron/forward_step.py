@@ -179,7 +179,6 @@ class PolicyForwardStep:
             max_logits_bytes=self.config.max_logits_bytes,
             sequence_parallel=is_sequence_parallel,
             fp32_logits=self.config.fp32_lm_head,
-            scaled_exp=self.config.scaled_exp_head,
             document_lengths=batch.host.document_lengths,
             loss_scale=loss_scale,
             return_log_probs=_needs_log_probs(batch, self.config),

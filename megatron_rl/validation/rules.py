@@ -9,7 +9,6 @@ from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
     DEFAULT_MAX_LOGITS_BYTES,
-    Backend,
     CorrectionLevel,
     PolicyMetrics,
     RatioUnit,
@@ -209,26 +208,12 @@ def settings_are_read(launch: Settings) -> Iterator[str]:
         ("entropy_score", config.entropy_score == TermScore.SUPPORT and not has_entropy, "an entropy", "--entropy-coefficient"),
         ("allow_partial_prompt_groups", has_no_size, "a size of groups", "--samples-per-prompt"),
         ("max_logits_bytes", has_budget and not has_head, "the fused head", "--fused-lm-head-loss"),
-        ("scaled_exp_head", config.scaled_exp_head is True and not has_head, "the fused head", "--fused-lm-head-loss"),
         ("custom_policy_metrics", config.custom_policy_metrics is not None and has_no_metrics, "metrics", "--policy-metrics basic"),
         ("watchdog", has_watchdog and has_no_metrics, "metrics", "--policy-metrics basic"),
     )
     for name, is_idle, missing, flag in rows:
         if is_idle:
             yield f"{name}={getattr(config, name)!r} has no effect without {missing}: remove it, or add {flag}"
-
-
-def scaled_exp_goes_with_the_fused_head(launch: Settings) -> Iterator[str]:
-    config = launch.config
-    if config.scaled_exp_head is not True:
-        return
-    if config.entropy_coefficient:
-        yield (
-            f"scaled_exp_head=True with entropy_coefficient={config.entropy_coefficient}: the coefficient of an entropy term does "
-            "not commute with the product; remove --scaled-exp-head"
-        )
-    if config.policy_loss_backend == Backend.TORCH:
-        yield "scaled_exp_head=True with policy_loss_backend=torch: its kernel is a Triton kernel; remove one of them"
 
 
 def numbers_are_in_range(launch: Settings) -> Iterator[str]:
@@ -322,7 +307,6 @@ RULES = (
     ratios_have_a_unit,
     dropped_tokens_are_known,
     settings_are_read,
-    scaled_exp_goes_with_the_fused_head,
     numbers_are_in_range,
     choices_are_listed,
     switches_are_true_or_false,
