@@ -173,8 +173,6 @@ class PolicyLossConfig:
     """Over what the entropy is, also as metric: full (the vocabulary), support (kept ids)."""
     policy_metrics: str = PolicyMetrics.BASIC
     """Which metrics are computed: none, basic, with_entropy."""
-    custom_policy_metrics: str | None = None
-    """Metrics of your own: module.name of a metrics.policy.Metric, several with commas between; None: none."""
     policy_loss_backend: str = Backend.AUTO
     """Which kernels compute log-probabilities: auto, torch, triton."""
     fused_lm_head_loss: bool = False

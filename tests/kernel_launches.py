@@ -32,9 +32,7 @@ SIZES = [
     *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
 ]
 TEMPERATURES = (1.0, 0.7)
-# Losses without a function of their own that have a Triton twin. One of them has the kernel of the metrics too: it calls a twin as
-# the kernel of the loss does.
-METRICS_TWIN = "dppo_kl"
+# Losses without a function of their own that have a Triton twin.
 OTHER_TWINS = [name for name in policy_loss_names() if name not in ("grpo", "gspo") and get_policy_loss(name).triton]
 
 
@@ -137,7 +135,7 @@ def policy_loss(
         options |= {"rollout_log_probs": column(rows)}
     if everything:
         options |= {"ref_log_probs": column(rows), "importance_weights": column(rows), "regularizer_weights": column(documents)}
-        options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "metrics": "with_entropy"}
+        options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
     with mock.patch.object(dist, "all_reduce", lambda tensor, *, group: None):
         function(
             large("bf16", rows) if logits is None else logits,
@@ -213,17 +211,13 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["statistics of each size"] = lambda: each_size(statistics)
     launches["gradient of each size"] = lambda: each_size(gradient)
     for name, function in (("grpo", grpo_loss), ("gspo", gspo_loss)):
-        launches[f"{name}, metrics"] = lambda function=function: policy_loss(function, metrics="basic")
         launches[f"{name} of each size"] = lambda function=function: [
-            policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high, metrics="basic")
+            policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high)
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
     for name in OTHER_TWINS:
         options = {"has_sampler": get_policy_loss(name).anchor == "rollout"}
-        options |= {"metrics": "basic"} if name == METRICS_TWIN else {}
-        launches[f"{name}, metrics" if name == METRICS_TWIN else name] = lambda name=name, options=options: policy_loss(
-            functools.partial(front_door, name), **options
-        )
+        launches[name] = lambda name=name, options=options: policy_loss(functools.partial(front_door, name), **options)
     # One, three and six rows that a multiprocessor has under way at once.
     launches["grpo, one read, bf16"] = lambda: one_read(grpo_loss)
     launches["grpo, one read, bf16, assumed"] = lambda: one_read(grpo_loss, loss_scale=AssumedScale())
@@ -242,6 +236,7 @@ def make_launches() -> dict[str, Callable[[], None]]:
     ]
     # What the loss itself has no part in, with one of them.
     launches["grpo"] = lambda: policy_loss(grpo_loss)
+    launches["gspo"] = lambda: policy_loss(gspo_loss)
     launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)
     launches["gspo, everything"] = lambda: policy_loss(gspo_loss, everything=True)
     launches["gspo, advantages per token"] = lambda: policy_loss(gspo_loss, per_token=True)

@@ -116,7 +116,7 @@ JUDGES = {
     "ops/unit_gradient_triton.py": "unit_gradient",
     "ops/backends.py": "one_read log_probs_triton",
     "validation/": "validation messages arguments flag_effects router_losses_said",
-    "validation/own_functions.py": "contradictions term_contract own_aggregation custom_metrics",
+    "validation/own_functions.py": "contradictions term_contract own_aggregation",
     "train/trainer.py": "train_schedule train_sampling ratio_units | train_docs_per_step train_corrections train_loop checkpoints",
     "train/collection.py": "train_sampling train_schedule | train_corrections train_loop train_docs_per_step expert_training",
     "train/rollouts.py": "rollouts | train_loop",

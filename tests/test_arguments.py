@@ -47,7 +47,6 @@ EFFECT_OF_FLAG = {
     "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
     "--entropy-score": ("support", "support", ("train",), ["--entropy-coefficient", "0.1"]),
     "--policy-metrics": ("none", "none", NOT_REDUCER, []),
-    "--custom-policy-metrics": ("own_metrics.far_tokens", "own_metrics.far_tokens", ("megatron_lm", "train"), []),
     "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),
     "--fused-lm-head-loss": (None, True, NOT_REDUCER, []),
     "--max-logits-bytes": ("1048576", 2**20, NOT_REDUCER, ["--fused-lm-head-loss"]),

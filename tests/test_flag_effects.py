@@ -71,7 +71,6 @@ OF_A_STEP = {
     "entropy_coefficient": Effect(0.5, "gradient"),
     "entropy_score": Effect("support", "gradient", {"entropy_coefficient": 0.5}, has_sets=True),
     "policy_metrics": Effect("none", "metrics"),
-    "custom_policy_metrics": Effect("own_metrics.far_tokens", "metrics"),
     "policy_loss_backend": Effect("triton", "kernels"),
     "fused_lm_head_loss": Effect(True, "rows of logits"),
     "max_logits_bytes": Effect(8 * 4 * VOCABULARY, "rows of logits", {"fused_lm_head_loss": True}),

@@ -196,7 +196,7 @@ def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
 # a block of 16 warps that does not start: 65536 / 512 = 128. list_rows has half as many: two of its blocks start.
 SMALL = {
     "combine_kernel": 64,
-    **{f"{name}_kernel": 128 for name in "list_rows document_sums loss_and_coefficients metric_sums finish".split()},
+    **{f"{name}_kernel": 128 for name in "list_rows document_sums loss_and_coefficients finish".split()},
 }
 
 
@@ -238,8 +238,8 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     [
         ("statistics of each size", ["statistics bf16", "statistics bf16, split"]),
         ("gradient of each size", ["gradient bf16"]),
-        ("grpo of each size", ["grpo, metrics"]),
-        ("gspo of each size", ["gspo, metrics"]),
+        ("grpo of each size", ["grpo"]),
+        ("gspo of each size", ["gspo"]),
         ("grpo, one read of each size", ["grpo, one read, bf16"]),
         ("unit gradient of each size", ["unit gradient bf16"]),
         ("rescale of each size", ["rescale bf16"]),
@@ -271,8 +271,6 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
 
 
 LOSS = ["list_rows", "row_statistics", "document_sums", "loss_and_coefficients", "finish"]
-LOSS_WITH_METRICS = [*LOSS[:-1], "metric_sums", "finish"]
-WITH_METRICS = ("grpo", "gspo", "dppo_kl")
 LAUNCHED = {
     "statistics bf16": ["list_rows", "row_statistics"],
     "statistics bf16, no mask": ["row_statistics"],
@@ -283,12 +281,9 @@ LAUNCHED = {
     "unit gradient bf16": ["unit_gradient"],
     "rescale bf16": ["rescale"],
     "sparse head bf16": ["gather_product", "scatter_product", "scatter_product"],
-    **dict.fromkeys(
-        (*(name for name in TWINS if name not in WITH_METRICS), "grpo", "grpo, cp", "gspo, advantages per token"), LOSS
-    ),
+    **dict.fromkeys((*TWINS, "grpo, cp", "gspo, advantages per token", "gspo, everything"), LOSS),
     **dict.fromkeys(("grpo, one read, bf16", "grpo, one read, bf16, assumed"), ["one_read", *LOSS[2:]]),
-    "grpo, one read, bf16, everything": ["one_read", *LOSS_WITH_METRICS[2:]],
-    **dict.fromkeys((*(f"{name}, metrics" for name in WITH_METRICS), "gspo, everything"), LOSS_WITH_METRICS),
+    "grpo, one read, bf16, everything": ["one_read", *LOSS[2:]],
 }
 
 

@@ -76,8 +76,6 @@ REFUSED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.centred"},
         {"kl_estimator": "own_losses.negated", "kl_coefficient": 0.1},
         {"importance_correction": "own_losses.normalised", **RATIO_BOUNDS},
-        {"custom_policy_metrics": "own_metrics.centred"},
-        {"custom_policy_metrics": "own_metrics.taken"},
     ],
     "divisor_goes_with_constant": [
         CONSTANT,
@@ -113,7 +111,6 @@ REFUSED: dict[str, list[dict]] = {
         {"allow_partial_prompt_groups": True},
         {"max_logits_bytes": 2**30},
         {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
-        {"custom_policy_metrics": "own_metrics.far_tokens", "policy_metrics": "none"},
         {"watchdog": "raise", "policy_metrics": "none"},
         {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
     ],
@@ -172,8 +169,6 @@ ALLOWED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.gmpo", "clip_ratio_low": 0.3},
         {"policy_loss": "own_losses.detached", "clip_ratio_low": 0.3},  # another rule says what is wrong
         {"kl_estimator": "own_losses.jeffreys", "kl_coefficient": 0.1},
-        {"custom_policy_metrics": "own_metrics.far_tokens,own_metrics.raised_tokens"},
-        {"custom_policy_metrics": "own_metrics.centred", "policy_metrics": "none"},
     ],
     "divisor_goes_with_constant": [
         {**CONSTANT, "loss_aggregation_divisor": 8192.0},

@@ -20,7 +20,6 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     agreement.add("correction", str(inputs.correction))
     for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout"):
         agreement.add(name, getattr(settings, name))
-    agreement.add("custom_metrics", ", ".join(row.name for row in settings.custom_metrics))
     compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
     agreement.add("whether kl_score is of the vocabulary", settings.is_kl_of_all)
     agreement.add("whether entropy_score is of kept ids", settings.is_entropy_of_kept)

@@ -22,8 +22,6 @@ from megatron_rl.layout.context_parallel import LAYOUTS
 from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
-from megatron_rl.metrics.custom import checked_rows
-from megatron_rl.metrics.policy import Metric
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.support_scores import check_score
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
@@ -42,7 +40,6 @@ class LossKeywords(TypedDict, total=False):
     cp_layout: the order of the context-parallel slices, "zigzag" (Megatron's) or "contiguous", for a loss with sums over later or
         earlier tokens; None: not known.
     metrics: "none", "basic" or "with_entropy". Default "none".
-    custom_metrics: rows of your own, computed in torch. Default: none.
     backend: "auto", "torch" or "triton". Default "auto".
     advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one token
         and cu_seqlens lies on the host, or document_lengths say so: a loss never reads values of the device.
@@ -71,7 +68,6 @@ class LossKeywords(TypedDict, total=False):
     cp_group: Group | None
     cp_layout: str | None
     metrics: str
-    custom_metrics: tuple[Metric, ...]
     backend: str
     advantages_per: str | None
     importance_weights: Tensor | None
@@ -122,7 +118,6 @@ DEFAULTS: Mapping[str, object] = {
     "loss_parameters": {},
     "temperature": 1.0,
     "metrics": PolicyMetrics.NONE,
-    "custom_metrics": (),
     "backend": Backend.AUTO,
     "kl_coefficient": 0.0,
     "kl_estimator": DEFAULT_KL_ESTIMATOR,
@@ -178,7 +173,6 @@ class LossSettings:
     kl_estimator: KLEstimator | None  # None: there is no KL term
     entropy_coefficient: float
     metrics: str
-    custom_metrics: tuple[Metric, ...]
     tp_group: Group
     cp_group: Group
     cp_layout: str | None
@@ -256,7 +250,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         kl_estimator=estimator if coefficients["kl_coefficient"] else None,
         entropy_coefficient=coefficients["entropy_coefficient"],
         metrics=metrics,
-        custom_metrics=checked_rows(options["custom_metrics"], metrics) if options["custom_metrics"] else (),
         tp_group=tp_group,
         cp_group=cp_group,
         cp_layout=options["cp_layout"],

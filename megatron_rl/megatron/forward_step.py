@@ -33,7 +33,6 @@ from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, mul
 from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
@@ -202,7 +201,6 @@ class PolicyForwardStep:
             "cp_group": batch.cp_group,
             "cp_layout": "zigzag",  # of make_packed_batch and make_padded_batch
             "metrics": config.policy_metrics,
-            "custom_metrics": named_metrics(config.custom_policy_metrics),
             "backend": config.policy_loss_backend,
             "advantages_per": "sample",
             "ref_log_probs": batch.ref_log_probs,

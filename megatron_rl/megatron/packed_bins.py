@@ -26,7 +26,6 @@ from megatron_rl.megatron.kept_tokens import hook_finalize
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens, unweighted
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.step_counts import StepTotals
 
@@ -187,8 +186,7 @@ class PackedForwardStep:
         has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
         groups = self._groups_of_step or resolve_groups()
         statistics = [report.statistics for report in self.reports if report.statistics is not None]
-        custom = named_metrics(self.config.custom_policy_metrics)
-        return step_metrics(statistics, groups, has_entropy=has_entropy, custom=custom)
+        return step_metrics(statistics, groups, has_entropy=has_entropy)
 
     def log_probs(
         self, model: nn.Module, bins: Sequence[PackedBin]

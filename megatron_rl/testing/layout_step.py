@@ -35,7 +35,6 @@ from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, h
 from megatron_rl.megatron.rotary import Rotary, Yarn
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.testing.model_shapes import QUICK_GELU, ModelShape
 
@@ -301,8 +300,7 @@ class LayoutModel:
         if policy_config.policy_metrics != "none":
             has_entropy = policy_config.policy_metrics == "with_entropy"
             statistics = [report.statistics for report in reports if report.statistics is not None]
-            custom = named_metrics(policy_config.custom_policy_metrics)
-            metrics = step_metrics(statistics, groups, has_entropy=has_entropy, custom=custom)
+            metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
             if self.tiny.expert_options.get("num_moe_experts"):
                 metrics |= forward_step.route_checker.metrics(groups)
         return RankStep(float(broadcast_from_last(loss, groups.pp)), gradients, float(norm), metrics, reported)

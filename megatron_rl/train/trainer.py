@@ -36,7 +36,6 @@ from megatron_rl.megatron.samples import (
     unweighted,
     weigh_samples,
 )
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
@@ -366,7 +365,6 @@ class PolicyTrainer:
                 [report.statistics for report in reports if report.statistics is not None],
                 self.groups,
                 has_entropy=has_entropy,
-                custom=named_metrics(self.config.custom_policy_metrics),
             )
         return metrics
 

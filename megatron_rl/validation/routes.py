@@ -44,7 +44,6 @@ _FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
     # Elsewhere the host makes the step, and the loss sees micro-batches.
     frozenset({Route.MEGATRON_LM, Route.TRAIN}): (
         *("importance_ratio_unit", "rejected_tokens", "router_aux_loss", "gradient_divisor"),
-        "custom_policy_metrics",  # a host reports its own
     ),
     frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog", "kl_score", "entropy_score"),
 }

@@ -208,7 +208,6 @@ def settings_are_read(launch: Settings) -> Iterator[str]:
         ("entropy_score", config.entropy_score == TermScore.SUPPORT and not has_entropy, "an entropy", "--entropy-coefficient"),
         ("allow_partial_prompt_groups", has_no_size, "a size of groups", "--samples-per-prompt"),
         ("max_logits_bytes", has_budget and not has_head, "the fused head", "--fused-lm-head-loss"),
-        ("custom_policy_metrics", config.custom_policy_metrics is not None and has_no_metrics, "metrics", "--policy-metrics basic"),
         ("watchdog", has_watchdog and has_no_metrics, "metrics", "--policy-metrics basic"),
     )
     for name, is_idle, missing, flag in rows:
