@@ -56,19 +56,6 @@ NO_CORRECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"
 
 
-class RejectedTokens(StrEnum):
-    COUNTED = "counted"
-    DROPPED = "dropped"
-
-
-class RatioUnit(StrEnum):
-    """Over which tokens a sequence-level loss, and a sequence-level correction, take a mean log-ratio."""
-
-    ROW = "row"
-    ROLLOUT = "rollout"
-    TURN = "turn"
-
-
 class EmptySteps(StrEnum):
     """What becomes of a step in which no token trains."""
 
@@ -141,8 +128,6 @@ class PolicyLossConfig:
     """The importance ratio is clipped at 1 minus this; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None
     """The importance ratio is clipped at 1 plus this; None: the loss's default (grpo 0.2, gspo 4e-4)."""
-    importance_ratio_unit: str = RatioUnit.ROW
-    """Whose tokens share a ratio in a sequence-level loss or correction: row (a sample), rollout (its samples together), turn."""
     loss_parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Numbers that the loss declares besides its clip, by name; each has its own flag. A missing one keeps its default."""
     policy_temperature: float = 1.0
@@ -157,8 +142,6 @@ class PolicyLossConfig:
     """Upper bound of w, a ratio; None: at level token the usual one (tis 2, icepop 5)."""
     off_policy_sequence_delta: float | None = None
     """Drops samples of A < 0 whose mean log(rollout / trained probability) exceeds this, in nats per token (OPSM); None: off."""
-    rejected_tokens: str = RejectedTokens.COUNTED
-    """Whether the step's counts hold tokens that a correction drops: counted (weights as without it), dropped."""
     kl_coefficient: float = 0.0
     """Weight of the estimate of KL(policy, reference), averaged by sample_mean; 0 computes nothing."""
     kl_estimator: str = DEFAULT_KL_ESTIMATOR
@@ -186,7 +169,7 @@ class PolicyLossConfig:
     docs_per_step: int | None = None
     """Accumulate micro-batches until the step holds this many documents (samples) over all ranks, in whole prompt groups."""
     empty_step: str = EmptySteps.RAISE
-    """A step whose tokens are all masked, or all rejected by a correction: raise, or skip: no rank calls the optimiser."""
+    """A step whose tokens are all masked: raise, or skip: no rank calls the optimiser."""
     router_aux_loss: str | None = None
     """Auxiliary losses of experts' routers: refuse, host (as Megatron scales them), exact (as one rank on the whole step); None:
     refuse with --calculate-per-token-loss, else host."""

@@ -63,8 +63,6 @@ OF_A_STEP = {
     "importance_correction_low": Effect(0.95, "gradient", TIS),
     "importance_correction_high": Effect(1.1, "gradient", TIS),
     "off_policy_sequence_delta": Effect(0.0, "gradient"),
-    "importance_ratio_unit": Effect("turn", "gradient", {"policy_loss": "gspo"}),
-    "rejected_tokens": Effect("dropped", "gradient", ICEPOP),
     "kl_coefficient": Effect(0.5, "gradient"),
     "kl_score": Effect("support", "gradient", {"kl_coefficient": 0.5}, has_sets=True),
     "kl_estimator": Effect("k2", "gradient", {"kl_coefficient": 0.5}),

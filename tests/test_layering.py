@@ -26,7 +26,7 @@ FLOORS = (
     ("errors", "config"),
     ("files", "layout", "aggregation_record", "registries", "rollout_groups"),
     ("loss_hub", "ops", "correction_kinds", "step_counts"),
-    ("aggregation", "built_in_losses", "corrections", "kept_counts", "kl_estimators", "lm_head"),
+    ("aggregation", "built_in_losses", "corrections", "kl_estimators", "lm_head"),
     ("metrics", "accumulation"),
     ("losses",),
     ("validation", "__init__"),

@@ -41,7 +41,6 @@ RATIO_BOUNDS = {"importance_correction_low": 0.5, "importance_correction_high": 
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 TIS = {"importance_correction": "tis"}
-DROPPED = {"rejected_tokens": "dropped"}
 EXPERTS = {"num_experts": 8}
 TP_2 = {"tensor_model_parallel_size": 2}
 PARALLEL = {**TP_2, "sequence_parallel": True}
@@ -98,12 +97,6 @@ REFUSED: dict[str, list[dict]] = {
     ],
     "entropy_of_a_loss_is_known": [{"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS}],
     "corrections_fit": [{"importance_correction": "mask"}, {**TIS, "policy_loss": ANCHORED}],
-    "ratios_have_a_unit": [
-        {"importance_ratio_unit": "turn"},
-        {"importance_ratio_unit": "rollout", "policy_loss": "gspo_token"},
-        {"importance_ratio_unit": "rollout", **GSPO, "loss_aggregation": "row_mean"},
-    ],
-    "dropped_tokens_are_known": [DROPPED, {**TIS, **DROPPED}, {"off_policy_sequence_delta": 0.1, **DROPPED, **PROMPT_MEAN}],
     "settings_are_read": [
         {"kl_estimator": "k2"},
         {"kl_score": "support", **IN_TRAIN},
@@ -186,14 +179,6 @@ ALLOWED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS, "policy_metrics": "none"},
     ],
     "corrections_fit": [TIS, {"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED}],
-    "ratios_have_a_unit": [
-        {"importance_ratio_unit": "turn", **GSPO, "loss_aggregation": "row_mean"},
-        {**TIS, "importance_ratio_unit": "turn", "importance_correction_level": "sequence_mean"},
-    ],
-    "dropped_tokens_are_known": [
-        {"importance_correction": "icepop", **DROPPED},
-        {"off_policy_sequence_delta": 0.1, **DROPPED, **TOKEN_MEAN},
-    ],
     "settings_are_read": [
         {"kl_estimator": "k3+", "kl_score": "support", "kl_coefficient": 0.1, **IN_TRAIN},
         {"entropy_score": "support", "policy_metrics": "with_entropy", **IN_TRAIN},

@@ -22,7 +22,6 @@ from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.head import HeadSettings
-from megatron_rl.megatron.kept_tokens import hook_finalize
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens, unweighted
@@ -231,7 +230,22 @@ class PackedForwardStep:
 
     def _check_before_finalize(self, model_config: Any) -> None:
         """The schedule calls finalize on each rank after the last backward, and not in a forward-only pass."""
-        hook_finalize(model_config, check=self.check)
+        given = model_config.finalize_model_grads_func
+        if given is not None:
+            finalize = given.finalize if isinstance(given, CheckedFinalize) else given
+            model_config.finalize_model_grads_func = CheckedFinalize(finalize, self.check)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFinalize:
+    """finalize_model_grads_func of a model's config, with what is checked before it."""
+
+    finalize: Callable[..., Any]
+    check: Callable[[], None]
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        self.check()
+        return self.finalize(*positional, **named)
 
 
 def batches_of_step(

@@ -45,14 +45,12 @@ class DenseSettings:
     low: float = math.nan  # the clip, as distances from 1
     high: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
-    ratio_unit: str = "sample"  # what has one ratio, where a sample has: "rollout", or "turn", a run of unmasked tokens
     aggregation: str | Callable[[Counts], float] = "sample_mean"
     divisor: float = 1.0
     correction: str | Correction = "none"
     level: str = "token"
     bounds: tuple[float | None, float | None] = (None, None)
     sequence_delta: float | None = None
-    is_dropped: bool = False  # rejected tokens are not counted
     kl_estimator: str | Estimator = "k3"
     kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
     kl_coefficient: float = 0.0
@@ -345,18 +343,8 @@ def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], setting
     return weights
 
 
-def units_of(samples: Sequence[DenseSample], ratio_unit: str) -> list[list[int]]:
-    """The tokens of each ratio, as numbers in the order of all unmasked tokens."""
-    units: dict[object, list[int]] = {}
-    number = 0
-    for place, sample in enumerate(samples):
-        rollout = sample.rollout_id if ratio_unit == "rollout" and sample.rollout_id is not None else place
-        for t, is_live in enumerate(sample.mask):
-            if is_live:
-                turn = sum(sample.mask[k] and not sample.mask[k - 1] for k in range(1, t + 1)) if ratio_unit == "turn" else 0
-                units.setdefault((rollout, turn), []).append(number)
-                number += 1
-    return [*units.values()]
+def joined(of_samples: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *of_samples])
 
 
 class StepTerms:
@@ -367,8 +355,7 @@ class StepTerms:
         self.owners = [i for i, sample in enumerate(samples) for is_live in sample.mask if is_live]
         self.places = [t for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
         self.of_samples = [[token for token, owner in enumerate(self.owners) if owner == i] for i in range(len(samples))]
-        self.units = units_of(samples, settings.ratio_unit)
-        self.order = torch.argsort(torch.tensor([token for unit in self.units for token in unit], dtype=torch.int64))
+        live = [tokens for tokens in self.of_samples if tokens]
         self.rollout, self.importance, self.advantages = self.given("rollout"), self.given("importance"), self.given("advantages")
         is_on_policy = torch.tensor([samples[i].old is None for i in self.owners], dtype=torch.bool)
         self.old = torch.where(is_on_policy, self.new.detach(), self.given("old"))
@@ -377,13 +364,11 @@ class StepTerms:
         loss = formula(LOSSES, settings.loss, "policy loss")
         found = [
             loss(Tokens(self.log_ratio[unit], self.new[unit], self.advantages[unit], scores.entropy[unit].detach(), settings))
-            for unit in self.units
+            for unit in live
         ]
-        self.values = self.in_order([value for value, _ in found])
-        self.is_clipped = self.in_order([is_clipped for _, is_clipped in found]).bool()
-        self.correct()
-        is_counted = self.is_kept() if settings.is_dropped else torch.ones_like(self.factors)
-        self.counts = [int(sum(is_counted[token] for token in tokens)) for tokens in self.of_samples]
+        self.values = joined([value for value, _ in found])
+        self.is_clipped = joined([is_clipped for _, is_clipped in found]).bool()
+        self.correct(live)
         self.add_up()
 
     def given(self, name: str) -> Tensor:
@@ -392,28 +377,25 @@ class StepTerms:
         values = [vectors[i][t] if vectors[i] is not None else 0.0 for i, t in zip(self.owners, self.places, strict=True)]
         return torch.tensor(values, dtype=torch.float64)
 
-    def in_order(self, of_units: Sequence[Tensor]) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *of_units])[self.order]
-
-    def correct(self) -> None:
+    def correct(self, of_samples: list[list[int]]) -> None:
         """The factors, w, and which tokens are dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
         settings, logs = self.settings, (self.old - self.rollout).detach()
         level = LEVELS["token"] if settings.correction == "none" else formula(LEVELS, settings.level, "correction level")
-        self.ratios = bounded_exp(self.in_order([level(logs[unit]) for unit in self.units]))
+        self.ratios = bounded_exp(joined([level(logs[tokens]) for tokens in of_samples]))
         if settings.correction == "none":
             self.ratios = torch.ones_like(logs)
         usual = USUAL_BOUNDS.get((settings.correction, settings.level), (0.0, math.inf))
         self.bounds = [of_paper if given is None else given for given, of_paper in zip(settings.bounds, usual, strict=True)]
         correction = formula(CORRECTIONS, settings.correction, "importance correction")
         self.factors = correction(self.ratios, bounded_exp(logs), *self.bounds)
-        divergences = [(self.rollout - self.new.detach())[unit].mean().expand(len(unit)) for unit in self.units]
+        divergences = [(self.rollout - self.new.detach())[tokens].mean().expand(len(tokens)) for tokens in of_samples]
         delta = math.inf if settings.sequence_delta is None else settings.sequence_delta
-        self.is_off_policy = (self.advantages < 0) & (self.in_order(divergences) > delta)
+        self.is_off_policy = (self.advantages < 0) & (joined(divergences) > delta)
         self.factors = torch.where(self.is_off_policy, 0.0, self.factors)
 
     def add_up(self) -> None:
         settings, live = self.settings, [len(tokens) for tokens in self.of_samples]
-        of_policy = token_weights(self.samples, self.counts, settings)
+        of_policy = token_weights(self.samples, live, settings)
         of_others = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
         weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (of_policy, of_others))
         estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RejectedTokens
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
@@ -85,13 +85,9 @@ def rollout_key(sample: StepSample, place: int) -> object:
     return (None, place) if sample.rollout_id is None else sample.rollout_id
 
 
-def in_rollouts(samples: Sequence[StepSample], *, share_advantage: bool = False) -> list[StepSample]:
+def in_rollouts(samples: Sequence[StepSample]) -> list[StepSample]:
     """Ragged samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
-    firsts = [samples[place - place % SAMPLES_PER_PROMPT + place % 2] for place in range(len(samples))]
-    return [
-        replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}", advantage=(first if share_advantage else sample).advantage)
-        for place, (sample, first) in enumerate(zip(samples, firsts, strict=True))
-    ]
+    return [replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}") for place, sample in enumerate(samples)]
 
 
 def dense_samples(step: Sequence[StepSample]) -> list[oracle.DenseSample]:
@@ -157,14 +153,12 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
         low=low,
         high=high,
         parameters=loss.resolve_parameters(config.loss_parameters),
-        ratio_unit=config.importance_ratio_unit,
         aggregation=_aggregation(get_loss_aggregation(config.loss_aggregation)),
         divisor=config.loss_aggregation_divisor or DIVISOR,
         correction=correction if correction in oracle.CORRECTIONS else _own_correction(correction),
         level=config.importance_correction_level,
         bounds=(config.importance_correction_low, config.importance_correction_high),
         sequence_delta=config.off_policy_sequence_delta,
-        is_dropped=config.rejected_tokens == RejectedTokens.DROPPED,
         kl_estimator=estimator if estimator in oracle.ESTIMATORS else _own_estimator(estimator),
         kl_coefficient=config.kl_coefficient,
         entropy_coefficient=config.entropy_coefficient,

@@ -28,11 +28,8 @@ from megatron_rl.config import (
     CorrectionLevel,
     GradientDivisor,
     PolicyLossConfig,
-    RatioUnit,
-    RejectedTokens,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.kept_counts import counts_kept_before
 from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.megatron.context_groups import own_group_problems_of, packed_params_name_groups
@@ -95,9 +92,12 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
 # The registered ones whose weights follow from a formula.
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if get_loss_aggregation(name).formula is not None)
 LOGITS, FUSED = "logits", "fused head"
-ALL_TERMS, DROPPED, DROPPED_LATE = "KL + entropy + temperature", "icepop, dropped", "OPSM, dropped"
-DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
-RATIO_OF_ROLLOUTS, RATIO_OF_TURNS = "a ratio a rollout", "a ratio a turn"
+ALL_TERMS, DUAL_CLIP, DIVIDED, ROLLOUTS = (
+    "KL + entropy + temperature",
+    "dual clip",
+    "gradient / samples",
+    "rollouts of several samples",
+)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -105,16 +105,12 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     "entropy": {"entropy_coefficient": 0.1},
     "temperature": {"policy_temperature": 0.7},
     **{name: _correction(name, levels[0]) for name in correction_names() if (levels := get_correction(name).levels)},
-    DROPPED: _correction("icepop", rejected_tokens=str(RejectedTokens.DROPPED)),
     "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
-    DROPPED_LATE: {"off_policy_sequence_delta": SEQUENCE_DELTA, "rejected_tokens": str(RejectedTokens.DROPPED)},
     DUAL_CLIP: {},  # its bound follows from the loss's clip
     DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
     ROLLOUTS: {},  # of the samples
-    RATIO_OF_ROLLOUTS: {"importance_ratio_unit": str(RatioUnit.ROLLOUT)},
-    RATIO_OF_TURNS: {"importance_ratio_unit": str(RatioUnit.TURN)},
     ALL_TERMS: {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "policy_temperature": 0.7},
 }
 # A ratio of a token and one of a sample meet each term alone. Every loss meets three at once.
@@ -141,15 +137,10 @@ def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -
 
 def term_pairs() -> Iterator[tuple[str, str, str]]:
     """(loss, aggregation, term) of each row. The aggregations take turns."""
-    of_sequences = (RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
-    terms = [term for term in TERMS if term not in ("", ALL_TERMS, *of_sequences)]
+    terms = [term for term in TERMS if term not in ("", ALL_TERMS)]
     alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES)]
     for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
-        # What the policy in training drops is not known before its forward pass.
-        is_late, turn = term == DROPPED_LATE, place + place // len(AGGREGATIONS)
-        names = [name for name in AGGREGATIONS if not (is_late and counts_kept_before(config_of(loss, name, term)))]
-        yield loss, names[turn % len(names)], term
-    yield from ((OF_SAMPLES, "sample_mean", term) for term in of_sequences)
+        yield loss, AGGREGATIONS[(place + place // len(AGGREGATIONS)) % len(AGGREGATIONS)], term
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +196,7 @@ def truth_of_terms(
     for policy_loss, aggregation, term in dict.fromkeys(rows):
         config = config_of(policy_loss, aggregation, term)
         scores = scores_of(samples, logits, config.policy_temperature)
-        has_rollouts = term in (ROLLOUTS, RATIO_OF_ROLLOUTS)
-        given = in_rollouts(samples, share_advantage=term == RATIO_OF_ROLLOUTS) if has_rollouts else samples
+        given = in_rollouts(samples) if term == ROLLOUTS else samples
         step = step_of_term(given, scores, policy_loss, config)
         loss = loss_by_hand(step, scores, config)
         divisor = len(step) if config.gradient_divisor == GradientDivisor.NUM_SAMPLES else 1  # of the gradient alone

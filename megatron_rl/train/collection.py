@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from megatron_rl.config import PolicyLossConfig, RouterReplay
-from megatron_rl.kept_counts import counts_kept_before
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
@@ -157,10 +155,6 @@ class Evaluation:
         }
 
 
-# The counts of some step with a rollout of several samples.
-OF_SEVERAL_SAMPLES = StepTotals(num_samples=2, num_prompts=None, num_tokens=2, num_rollouts=1)
-
-
 def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> str | None:
     """The flag that reads the old log-probabilities of a rollout's first step before that step; None: there is none.
 
@@ -171,24 +165,11 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
         return "--save-rollouts"
     if options.router_replay == RouterReplay.OLD_LOG_PROBS:  # the routes of that forward
         return f"--router-replay {options.router_replay}"
-    if counts_kept_before(config):
-        return f"--rejected-tokens {config.rejected_tokens}"
     # The sampler is the trainer's own engine. With --top-p it reports its log-probabilities itself.
     if options.rollouts is None and needs_rollout_log_probs(config) and options.top_p == 1.0:
         has_delta = config.off_policy_sequence_delta is not None
         return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
     return None
-
-
-def counts_kept_of_rollouts(trainer: PolicyTrainer, microbatches: Microbatches) -> bool:
-    """Whether the kept tokens of this step are counted before it because its rollouts have several samples.
-
-    Communication: one all-reduce of a number over dp, where the settings make that possible.
-    """
-    config = trainer.config
-    if config.off_policy_sequence_delta is not None or not counts_kept_before(config, OF_SEVERAL_SAMPLES):
-        return False
-    return _on_any_rank(trainer, any(sample.rollout_id is not None for samples in microbatches for sample in samples))
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:

@@ -26,7 +26,6 @@ from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
-    counts_kept_of_rollouts,
     reader_of_old_log_probs,
     with_old_log_probs,
     with_ref_log_probs,
@@ -277,7 +276,7 @@ class TrainingRun:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
         microbatches, steps_done = step.microbatches, self._progress.num_steps
         # Each step of a file under --docs-per-step is a first one.
-        if self._measures_first_steps or counts_kept_of_rollouts(self._trainer, microbatches):
+        if self._measures_first_steps:
             microbatches = with_old_log_probs(self._trainer, microbatches)
         if needs_rollout_log_probs(self._config):
             microbatches = with_rollout_log_probs(self._trainer, microbatches)

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay, TermScore
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, group_device, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
-from megatron_rl.megatron.kept_tokens import step_factor_of_kept, sum_over_step
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
@@ -353,7 +351,7 @@ class PolicyTrainer:
         ]
 
     def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
-        metrics = self._loss_metrics(reports, totals)
+        metrics = self._loss_metrics(reports)
         if totals.num_rollouts is not None:
             metrics |= {"num_rollouts": totals.num_rollouts, "rollout/rows": totals.num_samples / totals.num_rollouts}
         metrics |= {"grad_norm": grad_norm, "num_samples": totals.num_samples, "num_tokens": totals.num_tokens}
@@ -368,17 +366,17 @@ class PolicyTrainer:
             )
         return metrics
 
-    def _loss_metrics(self, reports: list[MicrobatchReport], totals: StepTotals) -> dict[str, float]:
+    def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:
         """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.
 
-        Communication: as sum_over_step, of [4]. Synchronises once.
+        Communication: one all-reduce of [3] over dp-cp and one broadcast over pp. Synchronises once.
         """
-        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept) for report in reports]
+        rows = [(report.policy_loss, report.kl_loss, report.entropy) for report in reports]
         zero, config = torch.zeros((), dtype=torch.float64, device=self.device), self.config
         parts = [torch.stack([zero if value is None else value.double() for value in row]) for row in rows]
-        policy, kl, entropy, num_kept = sum_over_step(parts, 4, self.groups).tolist()
-        if divides_by_kept(config):
-            policy *= step_factor_of_kept(totals, num_kept)
+        own = torch.stack(parts).sum(0) if parts else zero.new_zeros(3)
+        summed = all_reduce_sum(own.to(group_device(self.groups.dp_cp)), self.groups.dp_cp)
+        policy, kl, entropy = broadcast_from_last(summed.contiguous(), self.groups.pp).tolist()
         metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
         if config.kl_coefficient:
             metrics["loss/kl"] = kl

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_rl.config import PolicyLossConfig, RatioUnit, Watchdog
+from megatron_rl.config import PolicyLossConfig, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.train.writers import REWARD
@@ -64,7 +64,7 @@ def watch(
     if step == 1 and not {"truncated_old", "whole_old"} & found.keys():
         found |= _first_step(config, values)
         found |= {} if found else _first_kl(config, values, is_float32)  # one line for one cause
-    found |= {**dict(_phantom_counts(config, values)), **dict(_silence(values, state)), **dict(_stillness(state))}
+    found |= {**dict(_phantom_counts(values)), **dict(_silence(values, state)), **dict(_stillness(state))}
     found = {name: line for name, line in found.items() if name not in state.reported}
     return found, replace(state, reported=(*state.reported, *found))
 
@@ -143,13 +143,12 @@ def _first_kl(config: PolicyLossConfig, values: Mapping[str, float], is_float32:
         )
 
 
-def _phantom_counts(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The loss counts its own tokens; the weights come from what count_step has counted. A document that is a turn or a rollout is
-    no sample."""
-    counts = [("policy/num_tokens", "num_tokens", "unmasked tokens")]
-    if config.importance_ratio_unit == RatioUnit.ROW:
-        counts.append(("policy/num_documents", "num_samples", "documents"))
-    for seen, counted, what in counts:
+def _phantom_counts(values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """The loss counts its own tokens; the weights come from what count_step has counted."""
+    for seen, counted, what in (
+        ("policy/num_tokens", "num_tokens", "unmasked tokens"),
+        ("policy/num_documents", "num_samples", "documents"),
+    ):
         if seen in values and counted in values and values[seen] != values[counted]:
             yield (
                 f"phantom_{counted}",

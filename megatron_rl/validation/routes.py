@@ -16,8 +16,6 @@ from megatron_rl.config import (
     GradientDivisor,
     PolicyLossConfig,
     PolicyMetrics,
-    RatioUnit,
-    RejectedTokens,
     Route,
     RouterAuxLoss,
     SupportUse,
@@ -42,9 +40,7 @@ _FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
     # Where the loss is handed what a sampler kept.
     frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support",),
     # Elsewhere the host makes the step, and the loss sees micro-batches.
-    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (
-        *("importance_ratio_unit", "rejected_tokens", "router_aux_loss", "gradient_divisor"),
-    ),
+    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (*("router_aux_loss", "gradient_divisor"),),
     frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog", "kl_score", "entropy_score"),
 }
 
@@ -59,8 +55,6 @@ def routes_of_flags() -> dict[str, frozenset[Route]]:
 # Fields with a fixed set of values.
 CHOICES: dict[str, type[StrEnum]] = {
     "importance_correction_level": CorrectionLevel,
-    "importance_ratio_unit": RatioUnit,
-    "rejected_tokens": RejectedTokens,
     "empty_step": EmptySteps,
     "sampling_support": SupportUse,
     "kl_score": TermScore,

@@ -11,15 +11,12 @@ from megatron_rl.config import (
     DEFAULT_MAX_LOGITS_BYTES,
     CorrectionLevel,
     PolicyMetrics,
-    RatioUnit,
-    RejectedTokens,
     Route,
     TermScore,
     Watchdog,
     flag_fields,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.kept_counts import counts_kept_before, other_choices, why_before
 from megatron_rl.loss_hub import (
     clip_high_problem,
     clip_low_problem,
@@ -27,7 +24,6 @@ from megatron_rl.loss_hub import (
     is_finite_number,
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
-from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
@@ -150,43 +146,6 @@ def corrections_fit(launch: Settings) -> Iterator[str]:
         yield counted_twice(correction.kind, loss.name)
 
 
-def ratios_have_a_unit(launch: Settings) -> Iterator[str]:
-    """A wrong unit is reported with the other choices."""
-    config, loss, correction = launch.config, launch.loss, CorrectionSettings.of(launch.config)
-    unit = config.importance_ratio_unit
-    if unit not in (RatioUnit.ROLLOUT, RatioUnit.TURN) or loss is None:
-        return
-    if loss.level == "batch" or loss.level == "token" and not correction.needs_sums:
-        yield (
-            f"importance_ratio_unit={unit} has no effect with policy_loss={config.policy_loss}, whose ratio is not of a sequence, "
-            "and without a correction of sequences; remove it"
-        )
-    if unit == RatioUnit.ROLLOUT and launch.record is not None and launch.record.needs_rows:
-        yield (
-            f"importance_ratio_unit={unit} with loss_aggregation={config.loss_aggregation}: the samples of a rollout weigh "
-            "differently there, and the one ratio of them all has one weight; choose --loss-aggregation sample_mean"
-        )
-
-
-def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
-    config = launch.config
-    if config.rejected_tokens != RejectedTokens.DROPPED:
-        return
-    if config.off_policy_sequence_delta is not None:
-        if launch.record is not None and counts_kept_before(config):
-            yield (
-                f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta} and "
-                f"loss_aggregation={config.loss_aggregation}: what that drops depends on the policy in training, and must be known "
-                f"before the forward pass, {why_before(config)}; choose {other_choices(config)}"
-            )
-    elif launch.correction is not None and not launch.correction.drops_tokens:
-        dropping = [name for name in correction_names() if get_correction(name).drops_tokens]
-        yield (
-            f"rejected_tokens=dropped has no effect with importance_correction={config.importance_correction}, which drops no "
-            f"token: remove it, or choose {' or '.join(dropping)}"
-        )
-
-
 def settings_are_read(launch: Settings) -> Iterator[str]:
     """What nothing reads beside the other settings. What a host reports by itself, its own rules know."""
     config, loss, given = launch.config, launch.loss, launch.set_flags
@@ -303,8 +262,6 @@ RULES = (
     loss_parameters_are_declared,
     entropy_of_a_loss_is_known,
     corrections_fit,
-    ratios_have_a_unit,
-    dropped_tokens_are_known,
     settings_are_read,
     numbers_are_in_range,
     choices_are_listed,
