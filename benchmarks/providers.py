@@ -323,7 +323,6 @@ def fused(
     metrics: str = "none",
     fp32_logits: bool = False,
     into_main_grad: bool = False,
-    scaled_exp: bool = False,
 ) -> Provider:
     """Mask and document bounds are on the host, as in Megatron's batches."""
 
@@ -332,8 +331,6 @@ def fused(
         options = {"metrics": metrics, "fp32_logits": fp32_logits, "max_logits_bytes": max_logits_bytes or MAX_LOGITS_BYTES}
         options |= {"document_lengths": problem.lengths, "token_counts": problem.token_counts}
         options |= {"tp_group": SINGLE, "cp_group": SINGLE, "check_ranks": False}
-        if scaled_exp:
-            options |= {"scaled_exp": True, "backend": Backend.TRITON}
         if into_main_grad:
             weight.main_grad = problem.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             options["loss_scale"] = 1.0
@@ -416,7 +413,6 @@ def head_providers(case: BenchmarkCase, device_kind: str) -> list[Provider]:
     return [
         *found,
         fused(FUSED_SMALL, into_main_grad=True, max_logits_bytes=SMALL_ROWS * case.vocab_size * case.dtype.itemsize),
-        fused("ours, scaled exp", scaled_exp=True),
         fused("ours, fp32 logits", fp32_logits=True),
         matmuls("three matmuls, 4096 rows", "lxw", SMALL_ROWS),
     ]

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from megatron_rl.registries.correction_settings import CorrectionSettings
     from megatron_rl.registries.corrections import CorrectionValue, register_correction
     from megatron_rl.registries.kl_estimators import KLValue, register_kl_estimator
-    from megatron_rl.registries.selection_settings import TokenSelectionSettings
-    from megatron_rl.registries.token_selections import register_token_selection
-    from megatron_rl.selections import TokenSelection, select_tokens
     from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 __version__ = "0.3.0"
@@ -52,8 +49,6 @@ __all__ = [
     "RolloutCounts",
     "SamplingSupport",
     "StepTotals",
-    "TokenSelection",
-    "TokenSelectionSettings",
     "bounded_exp",
     "count_step",
     "grpo_loss",
@@ -68,10 +63,8 @@ __all__ = [
     "register_kl_estimator",
     "register_loss_aggregation",
     "register_policy_loss",
-    "register_token_selection",
     "regularizer_weights",
     "sample_token_weights",
-    "select_tokens",
     "vocab_parallel_log_probs",
 ]
 # Module -> its names here. The module is imported at the first use of a name.
@@ -93,9 +86,6 @@ _FROM = {
     "registries.correction_settings": ("CorrectionSettings",),
     "registries.corrections": ("CorrectionValue", "register_correction"),
     "registries.kl_estimators": ("KLValue", "register_kl_estimator"),
-    "registries.selection_settings": ("TokenSelectionSettings",),
-    "registries.token_selections": ("register_token_selection",),
-    "selections": ("TokenSelection", "select_tokens"),
     "step_counts": ("RolloutCounts", "StepTotals", "count_step"),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}

@@ -138,14 +138,6 @@ def weigh_tokens(
     return weights
 
 
-def factor_of_kept(counts: Tensor, num_kept: Tensor) -> Tensor:  # of one shape, floating point
-    """counts / num_kept, 0 where nothing is kept: by it the tokens that a correction keeps share the weight of all unmasked ones.
-
-    m_i / m_i^kept of a sample whose weight falls as 1 / m_i, T / K of a step whose weight is 1 / T.
-    """
-    return torch.where(num_kept > 0, counts / num_kept.clamp(min=1), 0.0)
-
-
 @register_loss_aggregation("sample_mean", formula="1 / (R M_j)", source="GRPO, GSPO")
 def sample_mean(
     token_counts: Tensor,

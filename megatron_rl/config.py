@@ -51,30 +51,9 @@ class SupportUse(StrEnum):
     REPLAY = "replay"
 
 
-# Names in the registries of corrections, of token selections and of KL estimators.
+# Names in the registries of corrections and of KL estimators.
 NO_CORRECTION = "none"
-NO_SELECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"
-
-
-class RejectedTokens(StrEnum):
-    COUNTED = "counted"
-    DROPPED = "dropped"
-
-
-class EntropyBonusTokens(StrEnum):
-    """With a token selection: the tokens whose entropy the bonus counts."""
-
-    ALL = "all"
-    TRAINED = "trained"
-
-
-class RatioUnit(StrEnum):
-    """Over which tokens a sequence-level loss, and a sequence-level correction, take a mean log-ratio."""
-
-    ROW = "row"
-    ROLLOUT = "rollout"
-    TURN = "turn"
 
 
 class EmptySteps(StrEnum):
@@ -149,8 +128,6 @@ class PolicyLossConfig:
     """The importance ratio is clipped at 1 minus this; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None
     """The importance ratio is clipped at 1 plus this; None: the loss's default (grpo 0.2, gspo 4e-4)."""
-    importance_ratio_unit: str = RatioUnit.ROW
-    """Whose tokens share a ratio in a sequence-level loss or correction: row (a sample), rollout (its samples together), turn."""
     loss_parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Numbers that the loss declares besides its clip, by name; each has its own flag. A missing one keeps its default."""
     policy_temperature: float = 1.0
@@ -165,20 +142,6 @@ class PolicyLossConfig:
     """Upper bound of w, a ratio; None: at level token the usual one (tis 2, icepop 5)."""
     off_policy_sequence_delta: float | None = None
     """Drops samples of A < 0 whose mean log(rollout / trained probability) exceeds this, in nats per token (OPSM); None: off."""
-    rejected_tokens: str = RejectedTokens.COUNTED
-    """Whether the step's counts hold tokens that a correction drops: counted (weights as without it), dropped."""
-    token_selection: str = NO_SELECTION
-    """Which tokens of the whole step are selected, before it: a registered selection, or module.function; none: no selection."""
-    token_selection_share: float | None = None
-    """The share of the step's unmasked tokens that is selected, rounded down, at least one token; needed with a selection."""
-    token_selection_low: float | None = None
-    """Only tokens with at least this score can be selected; None: the selection's bound (clip_cov 1)."""
-    token_selection_high: float | None = None
-    """Only tokens with at most this score can be selected; None: the selection's bound (clip_cov 5)."""
-    token_selection_kl_coefficient: float | None = None
-    """Of the KL penalty that kl_cov gives the selected tokens; None: 1."""
-    entropy_bonus_tokens: str = EntropyBonusTokens.ALL
-    """With a token selection, whose entropy the entropy term is: all tokens, or trained ones."""
     kl_coefficient: float = 0.0
     """Weight of the estimate of KL(policy, reference), averaged by sample_mean; 0 computes nothing."""
     kl_estimator: str = DEFAULT_KL_ESTIMATOR
@@ -193,16 +156,12 @@ class PolicyLossConfig:
     """Over what the entropy is, also as metric: full (the vocabulary), support (kept ids)."""
     policy_metrics: str = PolicyMetrics.BASIC
     """Which metrics are computed: none, basic, with_entropy."""
-    custom_policy_metrics: str | None = None
-    """Metrics of your own: module.name of a metrics.policy.Metric, several with commas between; None: none."""
     policy_loss_backend: str = Backend.AUTO
     """Which kernels compute log-probabilities: auto, torch, triton."""
     fused_lm_head_loss: bool = False
     """Compute the loss from hidden states, without the logits of the whole micro-batch in memory."""
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
     """Upper bound in bytes of all logits buffers of the fused head together."""
-    scaled_exp_head: bool = False
-    """The fused head's first product leaves scaled exponentials, and no kernel reads the logits again; Triton, tp size 1."""
     fp32_lm_head: bool = False
     """Compute logits in float32 from the 16-bit parameters, which stay as they are."""
     skip_old_log_probs: bool = False
@@ -210,7 +169,7 @@ class PolicyLossConfig:
     docs_per_step: int | None = None
     """Accumulate micro-batches until the step holds this many documents (samples) over all ranks, in whole prompt groups."""
     empty_step: str = EmptySteps.RAISE
-    """A step whose tokens are all masked, or all rejected by a correction: raise, or skip: no rank calls the optimiser."""
+    """A step whose tokens are all masked: raise, or skip: no rank calls the optimiser."""
     router_aux_loss: str | None = None
     """Auxiliary losses of experts' routers: refuse, host (as Megatron scales them), exact (as one rank on the whole step); None:
     refuse with --calculate-per-token-loss, else host."""

@@ -6,8 +6,7 @@
     d_i = sum_t m_it (rollout_log_prob_t - log_prob_t) / m_i                 off-policy: dropped where A < 0 and d_i > delta
 
 The weights multiply the policy term of a token as importance weights do. KL and entropy terms have no such factor. The counts that
-weights are made from stay as they are, unless a setting gives the tokens that are kept the whole weight of their sample. Exponents
-are bounded to +-20.
+weights are made from stay as they are. Exponents are bounded to +-20.
 """
 
 from __future__ import annotations
@@ -42,31 +41,10 @@ def correction_columns(
     log_probs: Tensor,  # [T]
     old_log_probs: Tensor,  # [T]
     rollout_log_probs: Tensor,  # [T]
-    advantages: Tensor,  # [T]
 ) -> dict[str, Tensor]:  # [T] each
     """What is summed over the tokens of a sample. Its caller sums them, and over cp, together with sums of its own."""
     columns = {"old_to_rollout": old_log_probs - rollout_log_probs, "rollout_to_trained": rollout_log_probs - log_probs}
-    if settings.keeps_sample_weight:
-        # By a criterion of the token; those of the sample follow from the sums.
-        is_kept = torch.ones_like(log_probs, dtype=torch.bool)
-        if settings.has_factor and not settings.is_of_sequence:
-            _, is_kept = _bounded(settings, bounded_exp(columns["old_to_rollout"]))
-        columns |= {"kept": is_kept, "kept_negative": is_kept & (advantages < 0)}
     return {name: columns[name] for name in settings.columns}
-
-
-def num_kept_of(
-    settings: CorrectionSettings,
-    sums: dict[str, Tensor],  # [N] each, over all cp ranks; with "counts"
-) -> Tensor:  # [N] float64
-    """m_i^kept under keeps_sample_weight: the tokens of each sample that are kept."""
-    kept = sums["kept"]
-    if settings.is_of_sequence:
-        _, is_kept = _bounded(settings, _sample_ratios(settings, sums))
-        kept = torch.where(is_kept, kept, 0.0)
-    if settings.sequence_delta is not None:
-        kept = torch.where(_has_diverged(settings.sequence_delta, sums) & (kept > 0), kept - sums["kept_negative"], kept)
-    return kept
 
 
 def token_weights_of(settings: CorrectionSettings, old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:  # [T]

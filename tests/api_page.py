@@ -15,7 +15,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Losses from logits": {
         "megatron_rl": (
             *("policy_loss", "grpo_loss", "gspo_loss", "PolicyLossOutput", "AssumedScale", "importance_correction"),
-            *("CorrectionSettings", "SamplingSupport", "select_tokens", "TokenSelectionSettings", "TokenSelection"),
+            *("CorrectionSettings", "SamplingSupport"),
         ),
         "megatron_rl.losses.settings": ("LogitsLossKeywords", "LossKeywords"),
         "megatron_rl.losses": ("loss_of_log_probs",),
@@ -29,16 +29,13 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl": ("register_policy_loss", "LossValue", "Parameter", "register_loss_aggregation"),
         "megatron_rl.losses.token_batch": ("TokenBatch",),
     },
-    "KL estimators, corrections and selections of your own": {
-        "megatron_rl": (
-            *("register_kl_estimator", "KLValue", "register_correction", "CorrectionValue", "register_token_selection"),
-        ),
+    "KL estimators and corrections of your own": {
+        "megatron_rl": (*("register_kl_estimator", "KLValue", "register_correction", "CorrectionValue"),),
     },
     "In Megatron-Core": {
         "megatron_rl.megatron.ranks": ("initialize_ranks",),
         "megatron_rl.layout": ("resolve_groups", "local_positions", "local_cu_seqlens"),
         "megatron_rl.layout.context_groups": ("make_context_groups",),
-        "megatron_rl.megatron.step_selection": ("select_step_tokens", "StepSelection"),
         "megatron_rl.megatron.schedule": ("scale_for_schedule",),
         "megatron_rl.megatron.probe": ("probe_schedule",),
         "megatron_rl.megatron.forward_step": ("PolicyForwardStep",),

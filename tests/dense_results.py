@@ -29,7 +29,6 @@ class DenseResult:
     entropy: float
     metrics: dict[str, float]
     log_probs: Tensor  # [all tokens], 0 where masked
-    num_counted: int  # the tokens that the aggregation counts
     num_unmasked: int
 
 
@@ -53,7 +52,6 @@ def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSe
         entropy=float(terms.entropy.detach()),
         metrics=dense_metrics(terms),
         log_probs=log_probs,
-        num_counted=sum(terms.counts),
         num_unmasked=len(terms.owners),
     )
 
@@ -73,9 +71,9 @@ def dense_metrics(terms: StepTerms) -> dict[str, float]:
 
     log_ratio = terms.log_ratio.detach()
     is_shared = settings.loss in ONE_RATIO_A_SAMPLE
-    of_units = [LEVELS["sequence_mean"](log_ratio[unit]) if is_shared else log_ratio[unit] for unit in terms.units]
-    ratio = bounded_exp(terms.in_order(of_units))
-    seen = bounded_exp(torch.cat([one[:1] if is_shared else one for one in of_units]))
+    of_each = [LEVELS["sequence_mean"](log_ratio[tokens]) if is_shared else log_ratio[tokens] for tokens in of_samples]
+    ratio = bounded_exp(torch.cat(of_each))
+    seen = bounded_exp(torch.cat([one[:1] if is_shared else one for one in of_each]))
     found = {
         "num_documents": len(terms.samples),
         "num_tokens": len(terms.owners),

@@ -35,7 +35,6 @@ ONCE = (
     "gradient bf16",
     "unit gradient bf16",
     "rescale bf16",
-    "scaled exp bf16",
     "sparse head bf16",
     "grpo, one read, bf16, everything",
 )

@@ -7,7 +7,6 @@ about equally often, and another loss in the registry changes no case of it. GEN
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import random
@@ -131,7 +130,7 @@ DOORS = [
     Door("hidden", "torch", FLOAT32, "announced factor"),
     Door("hidden", "torch", FLOAT64, "no log-probs"),
     Door("hidden", "triton", FLOAT32, "small chunks"),
-    Door("hidden", "triton", FLOAT32, "scaled exponentials"),
+    Door("hidden", "triton", FLOAT32, "one chunk"),
     Door("log_probs", "torch", FLOAT64),
     Door("log_probs", "triton", FLOAT32),
 ]
@@ -196,7 +195,7 @@ class Decks:
 
 
 def cases_of(name: str, number: int = STEPS_OF_A_LOSS) -> list[Case]:
-    decks, of_sets, of_rollouts = Decks(name), Decks(f"{name}, kept ids"), Decks(f"{name}, rollouts")
+    decks, of_sets, of_rollouts = Decks(f"{name}, steps"), Decks(f"{name}, kept ids"), Decks(f"{name}, rollouts")
     cases = [with_sets(drawn(name, index, decks), of_sets) for index in range(number)]
     return [possible(with_rollouts(case, of_rollouts)) for case in cases]
 
@@ -220,7 +219,6 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
         level=level,
         bounds=(None, None) if has_usual or kind == "none" else BOUNDS[level],
         sequence_delta=decks.draw("sequence delta", [None, None, 0.02]),
-        is_dropped=decks.draw("dropped", [False, True]),
         kl_estimator=decks.draw("estimator", kl_estimator_names()),
         kl_coefficient=decks.draw("kl", [0.0, 0.7]),
         entropy_coefficient=decks.draw("entropy", [0.0, 0.3, 0.0]),
@@ -258,13 +256,6 @@ def with_rollouts(case: Case, decks: Decks) -> Case:
     return replace(case, rollouts=rollouts)
 
 
-def counts_kept_before(settings: DenseSettings, *, has_siblings: bool) -> bool:
-    """Whether the weight of a token needs what other samples keep, and the gradient has no common factor that would say it."""
-    has_other_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
-    needs = {"prompt_mean": True, "token_mean": has_other_terms, "constant": False}
-    return needs.get(settings.aggregation, has_siblings)
-
-
 def possible(case: Case) -> Case:
     """The case without what its loss or its door refuses; other tests see the refusals."""
     loss, settings, split, door = get_policy_loss(case.loss), case.settings, case.split, case.door
@@ -272,23 +263,16 @@ def possible(case: Case) -> Case:
         settings = replace(settings, correction="none", level="token", bounds=(None, None))
     if SHAPES[case.shape].is_rejected and loss.anchor == "old":
         settings = replace(settings, correction="mask", level="token", bounds=(0.9, 1.1))
-    rejects = get_correction(settings.correction).drops_tokens or settings.sequence_delta is not None
-    is_known_before = settings.sequence_delta is None and not case.is_on_policy
-    is_known = is_known_before or not counts_kept_before(settings, has_siblings=case.rollouts != "samples")
-    settings = replace(settings, is_dropped=settings.is_dropped and rejects and is_known)
     metrics = case.metrics
     if door.head == "log_probs":
         settings = replace(settings, temperature=1.0, entropy_coefficient=0.0)
         metrics = "basic" if metrics == "with_entropy" else metrics
         split = replace(split, tp=1)
-    if door.option == "scaled exponentials":
-        settings = replace(settings, entropy_coefficient=0.0)
-        split = replace(split, tp=1)
     if door.option == "sequence parallel" and split.tp == 1:
         split = replace(split, tp=2)
     if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
         split = replace(split, microbatches=1, contexts=split.contexts[:1])
-    kept = "all" if door.head == "log_probs" or door.option == "scaled exponentials" else case.kept
+    kept = "all" if door.head == "log_probs" else case.kept
     if get_kl_estimator(settings.kl_estimator).takes_log_ratio or kept == "all":
         settings = replace(settings, kl_score="full" if kept == "all" else "support")
     if kept == "all":
@@ -404,25 +388,4 @@ def is_live(masked: str, index: int, numbers: random.Random) -> bool:
     return masked == "none" or (masked == "the second" and index != 1)
 
 
-# What the policy in training decides: whole samples, tokens, and both.
-TOKENS_LATE = {"correction": "mask", "bounds": (0.9, 1.1)}
-LATE = ({"sequence_delta": 0.02}, TOKENS_LATE, {**TOKENS_LATE, "correction": "icepop", "sequence_delta": 0.02})
-
-
-def late_cases(name: str) -> list[Case]:
-    """Kept tokens that the forward pass alone knows leave the counts: each aggregation with each criterion, on other layouts."""
-    given, found = iter(cases_of(name)), []
-    for index, (aggregation, criterion) in enumerate(itertools.product(("sample_mean", "token_mean"), LATE)):
-        case = replace(next(given), rollouts="samples")
-        of_term = {} if aggregation == "sample_mean" else {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
-        others = {"correction": "none", "level": "token", "bounds": (None, None), "sequence_delta": None, "is_dropped": True}
-        settings = replace(case.settings, aggregation=aggregation, **{**others, **criterion, **of_term})
-        shape = USUAL_SHAPES[index % len(USUAL_SHAPES)]
-        found.append(
-            possible(replace(case, number=case.number + STEPS_OF_A_LOSS, shape=shape, settings=settings, is_on_policy=True))
-        )
-    return found
-
-
 CASES = [case for name in policy_loss_names() for case in cases_of(name)]
-LATE_CASES = [case for name in policy_loss_names() for case in late_cases(name) if case.settings.is_dropped]

@@ -26,7 +26,6 @@ from megatron_rl.layout.groups import GATHER_INTO_ONE
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.registries.corrections import CORRECTIONS
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
-from megatron_rl.registries.token_selections import TOKEN_SELECTIONS
 from megatron_rl.testing import oracle
 from megatron_rl.testing import ranks as rank_pools
 from megatron_rl.testing.ranks import RankPool
@@ -51,7 +50,7 @@ COLLECTIVES = {
 @contextlib.contextmanager
 def names_forgotten() -> Iterator[None]:
     """The registries forget the losses, aggregations, and what else is registered inside."""
-    of_kinds = (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, TOKEN_SELECTIONS)
+    of_kinds = (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS)
     for one in of_kinds:
         one.names()  # the built-in ones are there
     registries = [one.records for one in of_kinds]

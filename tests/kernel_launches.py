@@ -32,9 +32,7 @@ SIZES = [
     *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
 ]
 TEMPERATURES = (1.0, 0.7)
-# Losses without a function of their own that have a Triton twin. One of them has the kernel of the metrics too: it calls a twin as
-# the kernel of the loss does.
-METRICS_TWIN = "dppo_kl"
+# Losses without a function of their own that have a Triton twin.
 OTHER_TWINS = [name for name in policy_loss_names() if name not in ("grpo", "gspo") and get_policy_loss(name).triton]
 
 
@@ -106,18 +104,6 @@ def rescale(gradient: Tensor) -> None:
     run(gradient, *(torch.empty((), device="cuda") for _ in range(3)))
 
 
-def scaled_exp(
-    dtype: torch.dtype, *, rows: int = ROWS, columns: int = COLUMNS, hidden_size: int = 4096, temperature: float = 1.0, **options
-) -> None:
-    run = row_kernels(resolve_backend("auto", column(1))).scaled_exp
-    assert run is not None
-    sizes = ((rows, hidden_size), (columns, hidden_size), (rows, columns))
-    hidden, weight, out = (torch.empty(size, dtype=dtype, device="cuda") for size in sizes)
-    shard = vocab_shard(columns, temperature, None, SINGLE)
-    options = {"with_entropy": False, "rounds_logits": True} | options
-    run(hidden, weight, column(rows, torch.int64), shard, out=out, **options)
-
-
 def sparse_head(dtype: torch.dtype, *, hidden_size: int = 4096, num_pairs: int = 65536) -> None:
     """The products of pairs and both gradients. Only their host numbers count."""
     from megatron_rl.ops.sparse_head import Pairs
@@ -149,7 +135,7 @@ def policy_loss(
         options |= {"rollout_log_probs": column(rows)}
     if everything:
         options |= {"ref_log_probs": column(rows), "importance_weights": column(rows), "regularizer_weights": column(documents)}
-        options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "metrics": "with_entropy"}
+        options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
     with mock.patch.object(dist, "all_reduce", lambda tensor, *, group: None):
         function(
             large("bf16", rows) if logits is None else logits,
@@ -216,14 +202,6 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["rescale bf16"] = lambda: rescale(large("bf16"))
     launches["rescale fp32"] = lambda: rescale(large("fp32"))
     launches["rescale of each size"] = lambda: [rescale(rows_of(*size, torch.bfloat16)) for size in SIZES]
-    launches["scaled exp bf16"] = lambda: scaled_exp(torch.bfloat16)
-    launches["scaled exp bf16, fp32 logits, entropy"] = lambda: scaled_exp(torch.bfloat16, rounds_logits=False, with_entropy=True)
-    launches["scaled exp fp32"] = lambda: scaled_exp(torch.float32)
-    launches["scaled exp of each size"] = lambda: [
-        scaled_exp(torch.bfloat16, rows=rows, columns=columns, hidden_size=hidden_size, temperature=temperature)
-        for rows, columns, hidden_size in ((ROWS, COLUMNS, 4096), (1, 151928, 2056), (4097, 50264, 1000))
-        for temperature in TEMPERATURES
-    ]
     launches["sparse head bf16"] = lambda: sparse_head(torch.bfloat16)
     launches["sparse head fp32"] = lambda: sparse_head(torch.float32)
     launches["sparse head of each size"] = lambda: [
@@ -233,17 +211,13 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["statistics of each size"] = lambda: each_size(statistics)
     launches["gradient of each size"] = lambda: each_size(gradient)
     for name, function in (("grpo", grpo_loss), ("gspo", gspo_loss)):
-        launches[f"{name}, metrics"] = lambda function=function: policy_loss(function, metrics="basic")
         launches[f"{name} of each size"] = lambda function=function: [
-            policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high, metrics="basic")
+            policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high)
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
     for name in OTHER_TWINS:
         options = {"has_sampler": get_policy_loss(name).anchor == "rollout"}
-        options |= {"metrics": "basic"} if name == METRICS_TWIN else {}
-        launches[f"{name}, metrics" if name == METRICS_TWIN else name] = lambda name=name, options=options: policy_loss(
-            functools.partial(front_door, name), **options
-        )
+        launches[name] = lambda name=name, options=options: policy_loss(functools.partial(front_door, name), **options)
     # One, three and six rows that a multiprocessor has under way at once.
     launches["grpo, one read, bf16"] = lambda: one_read(grpo_loss)
     launches["grpo, one read, bf16, assumed"] = lambda: one_read(grpo_loss, loss_scale=AssumedScale())
@@ -262,6 +236,7 @@ def make_launches() -> dict[str, Callable[[], None]]:
     ]
     # What the loss itself has no part in, with one of them.
     launches["grpo"] = lambda: policy_loss(grpo_loss)
+    launches["gspo"] = lambda: policy_loss(gspo_loss)
     launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)
     launches["gspo, everything"] = lambda: policy_loss(gspo_loss, everything=True)
     launches["gspo, advantages per token"] = lambda: policy_loss(gspo_loss, per_token=True)

@@ -17,8 +17,8 @@ PAGE = TESTS / "kernel_figures.md"
 # The newest, and that of torch 2.10 and 2.11, which many images bring.
 SHOWN = (TRITONS[-1], "3.6")
 NAMES = {"bf16": "bf16", "fp32": "float32"}
-ROWS, GRADIENT, RESCALE, ONE, UNIT, PRODUCT = (
-    f"{name}_kernel" for name in ("row_statistics", "logits_gradient", "rescale", "one_read", "unit_gradient", "scaled_exp")
+ROWS, GRADIENT, RESCALE, ONE, UNIT = (
+    f"{name}_kernel" for name in ("row_statistics", "logits_gradient", "rescale", "one_read", "unit_gradient")
 )
 # table -> what its first column says -> (launch, kernel).
 TABLES: dict[str, dict[str, tuple[str, str]]] = {
@@ -41,24 +41,17 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         "`unit_gradient`, float32 into bf16": ("unit gradient fp32 into bf16, three rows", UNIT),
         "`unit_gradient`, float32, entropy, short rows": ("unit gradient fp32, six rows, entropy", UNIT),
     },
-    "the head's product": {
-        "`scaled_exp`, bf16": ("scaled exp bf16", PRODUCT),
-        "`scaled_exp`, bf16, float32 logits, entropy": ("scaled exp bf16, fp32 logits, entropy", PRODUCT),
-    },
     "a B200": {
         "K1, bf16": ("statistics bf16", ROWS),
         "K4, bf16": ("gradient bf16", GRADIENT),
         "`one_read`, bf16": ("grpo, one read, bf16", ONE),
         "`unit_gradient`, bf16": ("unit gradient bf16", UNIT),
-        "`scaled_exp`, bf16": ("scaled exp bf16", PRODUCT),
-        "`scaled_exp`, bf16, float32 logits, entropy": ("scaled exp bf16, fp32 logits, entropy", PRODUCT),
     },
 }
 OF_B200 = "a B200"
 HEADS = {
     "a walk": "registers, occupancy, instructions and exponentials a logit, KiB in flight on an SM",
     "two walks": "registers, instructions a logit in the first and second walk, KiB in flight on an SM",
-    "the head's product": "registers, occupancy, stack",
     OF_B200: "registers, occupancy, instructions a logit, stack",
 }
 
@@ -133,7 +126,7 @@ def tables() -> dict[str, list[str]]:
                 launch for table, rows in TABLES.items() if (table == OF_B200) == (target == 100) for launch, _ in rows.values()
             }
             command = [sys.executable, TESTS / "sass_gate.py", "--json", "--target", str(target), "--only", *sorted(wanted)]
-            command += ["--code-of", ROWS, GRADIENT, RESCALE, ONE, UNIT, PRODUCT]
+            command += ["--code-of", ROWS, GRADIENT, RESCALE, ONE, UNIT]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment_of(version))
             gate = json.loads(done.stdout)
             columns.setdefault(name_of(gate["versions"]), {}).update(described(gate, target))

@@ -20,7 +20,7 @@ from megatron_rl.losses import linear_policy_loss, policy_loss
 # What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
 LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}
 # Per-token options of a loss; the rest is [N] and follows the logits by itself.
-PER_TOKEN = ("importance_weights", "ref_log_probs", "old_kl_coefficients")
+PER_TOKEN = ("importance_weights", "ref_log_probs")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from megatron_rl import (
     register_correction,
     register_kl_estimator,
     register_policy_loss,
-    register_token_selection,
 )
 
 SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight, 1 is 100 %")
@@ -96,16 +95,6 @@ def normalised(ratios, low, high):
     return ratios.clamp(low, high) / ratios.clamp(low, high).mean()
 
 
-def widest(log_probs, advantages):
-    """A token selection's score."""
-    return advantages.abs() - log_probs
-
-
-def ranked(entropy):
-    """A score that is wrong on every layout: it depends on what is together."""
-    return entropy - entropy.mean()
-
-
 def declare() -> None:
     """Registers all of them. What a test registers is gone after it, and a module is imported once: to be called by the test,
     which imports this module itself, so that no table of what is registered meets these losses."""
@@ -136,8 +125,6 @@ def declare() -> None:
     register_kl_estimator("own_jeffreys")(jeffreys)
     register_kl_estimator("own_negated")(negated)
     register_correction("own_normalised")(normalised)
-    register_token_selection("own_widest", effect="left_out")(widest)
-    register_token_selection("own_ranked", effect="trained_alone")(ranked)
 
 
 declare()

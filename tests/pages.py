@@ -30,12 +30,10 @@ import validation_cases
 from helpers import names_forgotten
 
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, NO_SELECTION, CorrectionLevel, Route, flag_fields
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, CorrectionLevel, Route, flag_fields
 from megatron_rl.loss_hub import declared_parameters, get_policy_loss, is_built_in, policy_loss_names
-from megatron_rl.metrics import further, policy
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
-from megatron_rl.registries.token_selections import get_token_selection, token_selection_names
 from megatron_rl.validation import flag_of, routes_of_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,50 +67,6 @@ def with_tables(text: str, tables: dict[str, Iterable[str]]) -> str:
         words, _, rest = re.split(r"((?:^\|.*\n)+)", behind, maxsplit=1, flags=re.MULTILINE)
         text = before + head + words + "".join(lines) + rest
     return text
-
-
-def of_metrics() -> str:
-    """The page with its three tables as metrics/ has them."""
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    of_policy = (*policy.METRICS, policy.EFFECTIVE_SAMPLE_SIZE)
-    of_correction = (*further.CORRECTION_METRICS, further.CORRECTION_SAMPLE_SIZE)
-    tables = {"## Policy": of_policy, "## What a rollout": further.ROLLOUT_METRICS, "## Corrections": of_correction}
-    tables["## What the sampler kept"] = further.SUPPORT_METRICS
-    return with_tables(text, {head: metric_lines(rows) for head, rows in tables.items()})
-
-
-# What a row of metrics/ writes in ASCII, and the page as a formula.
-FORMULAS = {
-    "(sum r)^2 / (n sum r^2)": r"\dfrac{(\sum r)^2}{n \sum r^2}",
-    "(sum u)^2 / (n sum u^2)": r"\dfrac{(\sum u)^2}{n \sum u^2}",
-    "rho_t - 1 - ln rho_t": r"\rho_t - 1 - \ln \rho_t",
-    "-sum_v p_v ln p_v": r"-\sum_v p_v \ln p_v",
-    "exp(d_t) - 1 - d_t": r"e^{d_t} - 1 - d_t",
-    "abs(d_t)": r"\lvert d_t \rvert",
-    "v - v_i": "v - v_i",
-    "rho_t^2": r"\rho_t^2",
-    "s_i^2": "s_i^2",
-    "rho_t": r"\rho_t",
-    "s_i": "s_i",
-    "v_i": "v_i",
-    "d_t": "d_t",
-    "d^2": "d^2",
-}
-ASCII = re.compile("|".join(rf"(?<!\w){re.escape(written)}(?!\w)" for written in FORMULAS))
-
-
-def as_formulas(text: str) -> str:
-    """The text with its ASCII as inline formulas, which GitHub and the site draw."""
-    return ASCII.sub(lambda found: f"$`{FORMULAS[found[0]]}`$", text)
-
-
-def metric_lines(rows: Iterable[policy.Metric]) -> Iterator[str]:
-    yield "| name | formula | unit | normaliser | a healthy run |\n|---|---|---|---|---|\n"
-    for row in rows:
-        if row.is_reported:
-            normaliser = {"num_samples": "sample mean", None: "none"}.get(row.normaliser, f"`{row.normaliser}`")
-            how = normaliser if row.reduction == policy.Reduction.SUM else row.reduction
-            yield f"| `policy/{row.name}` | {as_formulas(row.formula)} | {row.unit} | {how} | {as_formulas(row.healthy)} |\n"
 
 
 def of_losses() -> str:
@@ -165,13 +119,6 @@ def of_corrections() -> str:
     text = with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
     tables = {"<!-- table: bounds -->": rows_of_bounds(), "<!-- table: KL estimators -->": rows_of_estimators()}
     return with_tables(text, tables)
-
-
-def of_selections() -> str:
-    """The page with its table as the docstrings of the selections have it."""
-    kinds = [get_token_selection(name) for name in token_selection_names() if name != NO_SELECTION]
-    rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
-    return with_guide("docs/selections.md", "selections", "selection | the score, and what is done", rows)
 
 
 def rows_of_bounds() -> list[str]:
@@ -278,8 +225,6 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/validation.md": validation_cases.validation_page,
     "docs/losses.md": of_losses,
     "docs/corrections.md": of_corrections,
-    "docs/selections.md": of_selections,
-    "docs/metrics.md": of_metrics,
     "tests/messages.txt": refused_calls.messages_table,
 }
 # Compiled with two versions of Triton, and so written only where it is named; tests/test_kernel_code.py compares its tables.

@@ -114,8 +114,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("token_weights", torch.ones(3), torch.tensor([1, math.nan]), torch.full((2,), 1e300, dtype=DOUBLE)),
         *each("token_weights", torch.tensor([1, 1]), torch.tensor([0.5, -0.5])),
         *each("importance_weights", torch.ones(2), TOO_LONG, COMPLEX, ONES.long(), -ONES),
-        *each("old_kl_coefficients", torch.ones(2), TOO_LONG, COMPLEX),
-        *each("entropy_mask", ONES, torch.ones(2, dtype=torch.bool)),
         *each("advantages", torch.ones(3), torch.ones(2, 1), [1.0, -1.0], torch.tensor([True, False])),
         *each("advantages_per", "token", "turn"),
         *each("cu_seqlens", bounds(0, 2, 6), bounds(0, 3, 2), bounds(1, 5), torch.tensor([0.0, 5.0]), [0, 2, 5]),

@@ -77,8 +77,6 @@ class Figures:
     stack_bytes: int
     local_accesses: int
     occupancy: float  # threads that a multiprocessor holds at once, as a share of its 2048
-    matmuls: int  # on tensor cores, from shared memory
-    bulk_copies: int  # of a tile between memory and shared memory, by a descriptor
     wide_loads: int  # of 16 bytes, in the code
     walks: list[Walk]  # in the order of the code
 
@@ -198,8 +196,6 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         stack_bytes=stack,
         local_accesses=everything["LDL"] + everything["STL"],
         occupancy=blocks * threads / SM_THREADS,
-        matmuls=everything["HGMMA"] + everything["UTCHMMA"],
-        bulk_copies=everything["UTMALDG"] + everything["UTMASTG"],
         wide_loads=sum(text.startswith("LDG") and ".128" in text for text in instructions(sass)),
         walks=[walk_of(loop, {"bf16": 2, "fp16": 2}.get(dtype, 4), blocks * threads) for loop in hot_loops(sass)],
     )
@@ -273,8 +269,6 @@ def line(f: Figures) -> str:
             f"{walk.nan_maxima_per_logit:.2f} NaN maxima a logit, SHFL {walk.shuffles} BAR {walk.barriers}, "
             f"{walk.kib_in_flight:.0f} KiB in flight, {accesses}"
         )
-    if f.matmuls:
-        text += f" | {f.matmuls} matmuls, {f.bulk_copies} bulk copies"
     return text + (f" | specialised on {', '.join(f.specialised_on)}" if f.specialised_on else "")
 
 

@@ -22,7 +22,6 @@ from megatron_rl.validation import field_of, flag_of
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
 NOT_REDUCER = ALL[1:]
 TIS = ["--importance-correction", "tis"]
-CLIP_COV = ["--token-selection", "clip_cov", "--token-selection-share", "2e-4"]
 # flag: (value on a launch line, the field's value then, routes that honour it, what the launch needs beside it)
 EFFECT_OF_FLAG = {
     "--policy-loss": ("gspo", "gspo", NOT_REDUCER, []),
@@ -33,20 +32,12 @@ EFFECT_OF_FLAG = {
     "--one-sample-per-rollout": (None, True, ("megatron_lm",), []),
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
-    "--importance-ratio-unit": ("turn", "turn", ("megatron_lm", "train"), ["--policy-loss", "gspo"]),
     "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),
     "--importance-correction": ("icepop", "icepop", NOT_REDUCER, []),
     "--importance-correction-level": ("sequence_mean", "sequence_mean", NOT_REDUCER, [*TIS, "--importance-correction-high", "2"]),
     "--importance-correction-low": ("0.5", 0.5, NOT_REDUCER, TIS),
     "--importance-correction-high": ("3", 3.0, NOT_REDUCER, TIS),
     "--off-policy-sequence-delta": ("0.1", 0.1, NOT_REDUCER, []),
-    "--rejected-tokens": ("dropped", "dropped", ("megatron_lm", "train"), ["--importance-correction", "icepop"]),
-    "--token-selection": ("kl_cov", "kl_cov", ("megatron_lm", "train"), ["--token-selection-share", "0.2"]),
-    "--token-selection-share": ("0.2", 0.2, ("megatron_lm", "train"), ["--token-selection", "kl_cov"]),
-    "--token-selection-low": ("2", 2.0, ("megatron_lm", "train"), CLIP_COV),
-    "--token-selection-high": ("4", 4.0, ("megatron_lm", "train"), CLIP_COV),
-    "--token-selection-kl-coefficient": ("0.5", 0.5, ("megatron_lm", "train"), ["--token-selection", "kl_cov", *CLIP_COV[2:]]),
-    "--entropy-bonus-tokens": ("trained", "trained", ("megatron_lm", "train"), [*CLIP_COV, "--entropy-coefficient", "0.1"]),
     "--kl-coefficient": ("1e-3", 1e-3, NOT_REDUCER, []),
     "--kl-estimator": ("k3+", "k3+", NOT_REDUCER, ["--kl-coefficient", "0.1"]),
     "--sampling-support": ("refuse", "refuse", ("custom_loss", "train"), []),
@@ -54,11 +45,9 @@ EFFECT_OF_FLAG = {
     "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
     "--entropy-score": ("support", "support", ("train",), ["--entropy-coefficient", "0.1"]),
     "--policy-metrics": ("none", "none", NOT_REDUCER, []),
-    "--custom-policy-metrics": ("own_metrics.far_tokens", "own_metrics.far_tokens", ("megatron_lm", "train"), []),
     "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),
     "--fused-lm-head-loss": (None, True, NOT_REDUCER, []),
     "--max-logits-bytes": ("1048576", 2**20, NOT_REDUCER, ["--fused-lm-head-loss"]),
-    "--scaled-exp-head": (None, True, NOT_REDUCER, ["--fused-lm-head-loss"]),
     "--fp32-lm-head": (None, True, ALL, []),
     "--skip-old-log-probs": (None, True, ("custom_loss",), []),
     "--docs-per-step": ("64", 64, ("train",), []),

@@ -133,7 +133,7 @@ def test_what_a_fresh_process_has():
 
 def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees):
     """Its `dot` of bfloat16 is garbage, so a kernel with one could be tested on a GPU alone. The one kernel with a
-    product gives the interpreter float32 operands, as test_scaled_exp.py sees in bfloat16."""
+    product gives the interpreter float32 operands."""
     kernels = {path: tree for path, tree in package_trees.items() if path.endswith("_triton.py")}
     assert len(kernels) > 3
     for path, tree in kernels.items():

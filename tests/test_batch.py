@@ -307,22 +307,3 @@ def test_some_samples_without_a_rollout_are_refused():
     step[3] = replace(step[3], rollout_id=None)
     with pytest.raises(DataError, match="rollout id None is NoneType: use int or str"):
         weigh_samples(PolicyLossConfig(), step, ParallelGroups())
-
-
-def test_dropped_tokens_leave_the_counts_of_their_rollout():
-    """A loses its second row: M_A = 2. The regularisers count all tokens."""
-    far, near = [-1.0] * 5, [-1.5] * 5
-    step = [
-        replace(sample, old_log_probs=near, rollout_log_probs=far if place == 1 else near)
-        for place, sample in enumerate(rows_of_rollouts(range(7)))
-    ]
-    config = PolicyLossConfig(
-        importance_correction="mask",
-        importance_correction_low=0.9,
-        importance_correction_high=1.1,
-        rejected_tokens="dropped",
-    )
-    samples, totals = weigh_samples(config, step, ParallelGroups())
-    assert [sample.token_weight for sample in samples] == pytest.approx([1 / 8, 0, 1 / 12, 1 / 24, 1 / 24, 1 / 24, 0])
-    assert [sample.regularizer_weight for sample in samples] == pytest.approx(WEIGHTS["sample_mean"])
-    assert (totals.num_rollouts, totals.num_tokens) == (4, 15)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import error_of, pool_of
 
-from megatron_rl.config import PolicyLossConfig, RatioUnit
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_groups import have_same_ranks, make_context_groups
 from megatron_rl.layout.groups import SINGLE, SingleProcess, resolve_groups
@@ -187,10 +187,9 @@ def test_log_probs_of_responses_are_whole_over_each_group(pool, packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_ranks_that_share_a_microbatch_agree_on_its_shape_whatever_else_they_have(pool, packed):
-    """In the first micro-batch rank 0 has the three samples of a rollout and rank 1 has one sample. They share the second. Where
+    """In the first micro-batch rank 0 has two samples and rank 1 has one. They share the second. Where
     each takes the shape of its own largest, gloo ends the process: one rank sends more than the other takes."""
-    step = [replace(sample, advantage=1.0, rollout_id=str(max(0, index - 2))) for index, sample in enumerate(ragged_samples()[:5])]
-    config = replace(CONFIG, importance_ratio_unit=RatioUnit.ROLLOUT)
+    step, config = ragged_samples()[:5], CONFIG
     layout = Layout(data=2, num_microbatches=2, context_sizes=(1, 2), packed=packed)
     alone, found = (step_on_layout(pool, where, step, config, TinyGPT(num_layers=1)) for where in (Layout(), layout))
     assert found.gradient_error(alone) < TOLERANCE

@@ -17,30 +17,21 @@ from megatron_rl.train.rollout_files import save_rollouts
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 SIZES = [[1, 4, 2, 3], [2, 2, 3, 1]]
-# A policy of random weights has log-probabilities near -ln 9 = -2.2.
-MASK = {"importance_correction": "mask", "importance_correction_low": 0.2, "importance_correction_high": 5.0}
-DROPPED = PolicyLossConfig(samples_per_prompt=4, watchdog="off", rejected_tokens="dropped", **MASK)
-SKIP = replace(DROPPED, empty_step="skip")
+RAISE = PolicyLossConfig(samples_per_prompt=4, watchdog="off")
+SKIP = replace(RAISE, empty_step="skip")
 DECAY = {"lr_decay_style": "linear", "lr_decay_iters": 9}
 ONE_STEP = {"steps_per_rollout": 1, "save_interval": 1}
 pool = pool_of(2)
 
 
-def batch(index: int, kind: str):
-    """kind: trained, masked (each token), rejected (each token is far more probable to the policy than to the sampler)."""
-    made = make_batch(index, SIZES, old=None, seed=index)
-    sampled = -20.0 if kind == "rejected" else -2.2
-    samples = [replace(sample, rollout_log_probs=[sampled] * sample.response_length) for sample in made.samples]
-    if kind == "masked":
-        samples = [replace(sample, loss_mask=[0] * sample.response_length) for sample in samples]
-    return replace(made, samples=samples)
-
-
 def write(path, kinds: str):
-    """A letter for each rollout: t, m or r. Those of one place among the trained ones are alike in all files."""
-    names = {"t": "trained", "m": "masked", "r": "rejected"}
+    """A letter for each rollout: t is trained, m is masked, each token. Those of one place among the trained ones are alike in all
+    files."""
     for index, letter in enumerate(kinds):
-        made = batch(kinds[:index].count("t"), names[letter])
+        number = kinds[:index].count("t")
+        made = make_batch(number, SIZES, old=None, seed=number)
+        if letter == "m":
+            made = replace(made, samples=[replace(sample, loss_mask=[0] * sample.response_length) for sample in made.samples])
         save_rollouts(path, replace(made, rollout_index=index))
     return str(path)
 
@@ -74,15 +65,14 @@ def assert_same_weights(found: list, truth: list) -> None:
     [
         pytest.param({}, {}, id="sample_mean"),
         pytest.param({"loss_aggregation": "token_mean"}, {"packed": True}, id="token_mean"),
-        pytest.param({"loss_aggregation": "prompt_mean"}, {}, id="prompt_mean, counted before"),
-        pytest.param({"rejected_tokens": "counted", "kl_coefficient": 0.1}, {}, id="counted, KL term"),
+        pytest.param({"kl_coefficient": 0.1}, {}, id="KL term"),
         pytest.param({"docs_per_step": 8}, {"micro_batch_size": 2}, id="docs per step"),
     ],
 )
 def test_a_skipped_step_changes_no_weight_and_no_learning_rate(pool, tmp_path, changes, options):
     """As the run on the same file without these rollouts: weights to the bit, and each row."""
     config, options = replace(SKIP, **changes), {**ONE_STEP, **options}
-    with_empty = {**options, "rollouts": write(tmp_path / "all.jsonl", "tmtrrt")}
+    with_empty = {**options, "rollouts": write(tmp_path / "all.jsonl", "tmtmmt")}
     without = {**options, "rollouts": write(tmp_path / "some.jsonl", "ttt")}
     found = pool.run(run_on_rank, tmp_path / "all", config, with_empty, world_size=2)
     truth = pool.run(run_on_rank, tmp_path / "some", config, without, world_size=2)
@@ -96,13 +86,12 @@ def test_a_skipped_step_changes_no_weight_and_no_learning_rate(pool, tmp_path, c
     assert told[0].startswith(
         "rollout 1: a step is skipped (1 so far, after 1 that trained): the step has 8 samples and not a single"
     )
-    assert "each of the 17 unmasked tokens" in told[1] or "the tokens that the correction keeps" in told[1]
     assert all(progress.skipped_steps == 0 for progress, *_ in truth)
 
 
 def test_a_resumed_run_counts_each_skipped_step_once(pool, tmp_path):
     """The checkpoint is of the last trained step, so a step that was skipped after it is met again."""
-    options = {"rollouts": write(tmp_path / "all.jsonl", "tmtrrt"), **ONE_STEP}
+    options = {"rollouts": write(tmp_path / "all.jsonl", "tmtmmt"), **ONE_STEP}
     whole = pool.run(run_on_rank, tmp_path / "whole", SKIP, options, world_size=2)
     for num_rollouts in (2, 4):
         pool.run(run_on_rank, tmp_path / "cut", SKIP, {**options, "num_rollouts": num_rollouts}, num_rollouts > 2, world_size=2)
@@ -116,24 +105,15 @@ def error_on_rank(rank, output_dir, config, options):
     return error_of(lambda: shared.run_loop(output_dir, config, options))
 
 
-@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean"])
-@pytest.mark.parametrize(
-    ("kinds", "says"),
-    [
-        ("tm", "EmptyStep: the step has 8 samples and not a single unmasked token"),
-        ("tr", "EmptyStep: the correction rejects each of the 17 unmasked tokens of the step"),
-    ],
-)
-def test_by_default_it_ends_the_run_on_each_rank(pool, tmp_path, kinds, says, aggregation):
-    options = {"rollouts": write(tmp_path / "r.jsonl", kinds), **ONE_STEP}
-    config = replace(DROPPED, loss_aggregation=aggregation)
-    errors = pool.run(error_on_rank, tmp_path / "out", config, options, world_size=2)
-    assert all(error.startswith(says) for error in errors), errors
+def test_by_default_it_ends_the_run_on_each_rank(pool, tmp_path):
+    options = {"rollouts": write(tmp_path / "r.jsonl", "tm"), **ONE_STEP}
+    errors = pool.run(error_on_rank, tmp_path / "out", RAISE, options, world_size=2)
+    assert all(error.startswith("EmptyStep: the step has 8 samples and not a single unmasked token") for error in errors), errors
     assert len(shared.metrics_of(tmp_path / "out")) == 1
 
 
 def test_a_run_of_nothing_else_trains_nothing(pool, tmp_path):
-    options = {"rollouts": write(tmp_path / "r.jsonl", "mr"), **ONE_STEP}
+    options = {"rollouts": write(tmp_path / "r.jsonl", "mm"), **ONE_STEP}
     found = pool.run(run_on_rank, tmp_path / "out", SKIP, options, world_size=1)
     assert (found[0][0].num_steps, found[0][0].skipped_steps) == (0, 2)
     assert shared.metrics_of(tmp_path / "out") == [] and not (tmp_path / "out" / "checkpoints").exists()

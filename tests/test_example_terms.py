@@ -1,4 +1,4 @@
-"""examples/selections.py, fipo.py and gtpo.py: what each makes of a step is what the package, or the formula, makes of it."""
+"""examples/selections.py, fipo.py and gtpo.py: what each makes of a step is what the formula makes of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers import ROOT, loop_log_probs, names_forgotten, pool_of, random_batch
 
-from megatron_rl import TokenSelectionSettings, policy_loss, select_tokens
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl import policy_loss
 
 pool = pool_of(3, use_megatron=False)
 
@@ -38,32 +37,37 @@ def step():
 
 
 def weights_on_rank(rank, cut, size):
-    """The tokens of this rank, and what the example and the package make of them. An example's weights are of one call a step."""
+    """The tokens of this rank, and what the example makes of them."""
     tokens = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(9))  # any order of the tokens will do
     tokens = tokens[(SAMPLES if cut == "samples" else SAMPLES + POSITIONS)[tokens] % size == rank]
     entropy, log_probs, advantages, mask = (values[tokens] for values in step())
     selections, group = example("selections"), dist.group.WORLD if size > 1 else None
     order = SAMPLES[tokens] * 2**32 + POSITIONS[tokens]
-    answers = {
+    return tokens, {
         "top_entropy": selections.top_entropy(entropy, mask, order, share=0.29, group=group),
         "every clip_cov": selections.clip_cov(log_probs, advantages, mask, order, share=1.0, seed=5, group=group),
         "clip_cov": selections.clip_cov(log_probs, advantages, mask, order, share=0.1, seed=5, group=group),
     }
-    given = {"loss_mask": mask, "cu_seqlens": torch.arange(len(tokens) + 1), "sample_ids": SAMPLES[tokens]}
-    given |= {"positions": POSITIONS[tokens], "group": group or SINGLE}
-    top = select_tokens(TokenSelectionSettings(kind="top_entropy", share=0.29), entropy=entropy, **given)
-    clip = select_tokens(TokenSelectionSettings(kind="clip_cov", share=1.0), log_probs=log_probs, advantages=advantages, **given)
-    return tokens, answers, {"top_entropy": top.importance_weights, "every clip_cov": clip.importance_weights}
+
+
+def weights_by_hand():
+    """The whole step sorted by entropy, the first of equal ones first; and the covariances of its unmasked tokens."""
+    entropy, log_probs, advantages, mask = step()
+    live = mask.nonzero()[:, 0].tolist()
+    chosen = sorted(live, key=lambda token: (-entropy[token], token))[: int(0.29 * len(live))]
+    covariance = (log_probs - log_probs[mask].mean()) * (advantages - advantages[mask].mean())
+    is_candidate = mask & (covariance >= 1) & (covariance <= 5)
+    return {"top_entropy": torch.isin(torch.arange(len(SAMPLES)), torch.tensor(chosen)), "every clip_cov": ~is_candidate}
 
 
 @pytest.mark.parametrize(("cut", "size"), [("samples", 1), ("samples", 3), ("tokens", 3)])
-def test_a_selection_is_the_package_s_for_any_cut_of_the_step(pool, cut, size):
+def test_a_selection_is_of_the_whole_step_for_any_cut_of_it(pool, cut, size):
     whole = {name: torch.full((len(SAMPLES),), -1.0) for name in ("top_entropy", "every clip_cov", "clip_cov")}
-    for tokens, answers, expected in pool.run(weights_on_rank, cut, size, world_size=size):
-        for name, weights in expected.items():
-            assert torch.equal(answers[name], weights), name
+    for tokens, answers in pool.run(weights_on_rank, cut, size, world_size=size):
         for name, weights in answers.items():
             whole[name][tokens] = weights
+    for name, weights in weights_by_hand().items():
+        assert torch.equal(whole[name], weights.float()), name
     left_out, candidates = (whole[name] == 0 for name in ("clip_cov", "every clip_cov"))
     num_tokens = int(step()[-1].sum())
     assert int(whole["top_entropy"].sum()) == int(0.29 * num_tokens)

@@ -23,9 +23,8 @@ from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of, trut
 
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron import router_losses
-from megatron_rl.megatron.installed import HostScales, expert_replicas_drift, installed_scales
+from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layout_independent_normal
-from megatron_rl.megatron.router_scale import RoutedPart, RoutedStep, host_ranges
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.ranks import RankPool
@@ -481,7 +480,7 @@ def test_the_global_loss_does_not_depend_on_how_many_tokens_a_micro_batch_has(si
     2 (0.5 0.6 + 0.5 0.4) = 1. Megatron's, of the second one of 6, 2, 4: (3 + 1) / 2 tokens of 2 an expert, so 2."""
     router = SimpleNamespace(topk=1, num_experts=2, global_tokens_per_expert=torch.zeros(2), ga_steps=0, tp_dp_cp_group=None)
     router.get_aux_loss_coeff = lambda name: 1.0
-    router.routed_step = RoutedStep(sum(sizes), len(sizes), len(sizes), 1, 1.0)
+    router.routed_step = router_losses.RoutedStep(sum(sizes), len(sizes), len(sizes), 1, 1.0)
     stand_ins = {"_summed": lambda values, group: values, "_attached": lambda router, probs, name, loss, coefficient: loss}
     with mock.patch.multiple(router_losses, **stand_ins):
         for size in sizes:
@@ -491,7 +490,7 @@ def test_the_global_loss_does_not_depend_on_how_many_tokens_a_micro_batch_has(si
 
 
 def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
-    """Otherwise the rows above could not fail. The factors of router_scale.py."""
+    """Otherwise the rows above could not fail."""
     needs_padding_mask()  # where padding counts, micro-batches have as many tokens, and the mean of means is the mean
     step, z_loss = ragged_samples(), LOSSES["z_loss"]
     layout = Layout(num_microbatches=4)
@@ -500,37 +499,6 @@ def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     )
     assert error_of_whole(cut, stock(1, 1)["z_loss"]) > 0.1
     assert error_of_whole(per_token, stock(1, 1)["z_loss"]) > 1.0
-
-
-def factors_of_equal_parts(
-    step: list[StepSample], num_microbatches: int, num_loss_tokens: int, num_slices: int, scales: HostScales
-) -> dict[str, float]:
-    """What Megatron's scale makes of each loss under the per-token contract, against exact, on one data-parallel rank."""
-    tokens = sum(len(sample.tokens) for sample in step) / num_microbatches / num_slices
-    rows = len(step) / num_microbatches
-    parts = [RoutedPart(number, (tokens,) * num_slices, tokens, rows) for number in range(num_microbatches)]
-    return {name: most for name, (_, most) in host_ranges(parts, 1, len(step), num_loss_tokens, scales).items()}
-
-
-def test_the_factors_that_are_said_of_the_host_are_those_that_act(pool, stock):
-    """On one rank and on two tensor-parallel ranks: releases divide or multiply by these once too often. Then two micro-batches of
-    the same samples, which are those of one rank's loss twice: releases divide by the samples of a micro-batch."""
-    needs_padding_mask()
-    once = ragged_samples()
-    twice = [sample for sample in once for _ in range(2)]
-    scales = pool.run(scales_on_rank, world_size=1)[0]
-    tp2 = Layout(**SP, expert=2, expert_tensor=1)
-    for layout, step, num_slices in ((Layout(), once, 1), (tp2, once, 2), (Layout(num_microbatches=2), twice, 1)):
-        counted = sum(sum(sample.loss_mask) for sample in step)
-        factors = factors_of_equal_parts(step, layout.num_microbatches, counted, num_slices, scales)
-        cases = [(replace(layout, calculate_per_token_loss=True), step, "host", LOSSES[name]) for name in factors]
-        for name, found in zip(factors, of_auxiliary_losses(pool, cases), strict=True):
-            expected = {key: value * factors[name] for key, value in stock(1, 1)[name].items()}
-            assert error_of_whole(found, expected) < GRADIENT_TOLERANCE, (layout, name)
-
-
-def scales_on_rank(rank: int) -> HostScales:
-    return installed_scales()
 
 
 def told_on_rank(rank: int, has_padding_mask: bool = True) -> list[str]:
@@ -559,16 +527,14 @@ def test_the_scale_of_the_host_is_said_once(pool):
     """In four micro-batches."""
     needs_padding_mask()
     (line,) = pool.run(told_on_rank, world_size=1)[0]
-    assert re.search(
-        r"host keeps Megatron's scale: z_loss x 2\.381 of exact in this step \(\d+ routed, \d+ response tokens\)", line
-    )
+    assert "host keeps Megatron's scale of z_loss, which depends on the layout" in line
 
 
 def test_a_release_without_padding_mask_is_named(pool):
-    """FB-99: Megatron-Core before 0.16: said once, with the factor, and exact is refused."""
+    """FB-99: Megatron-Core before 0.16: said once, and exact is refused."""
     padding, scale, refused = pool.run(told_on_rank, False, world_size=1)[0]
     assert "gives routers no padding mask: padding counts as tokens of what balances the experts" in padding
-    assert re.search(r"host keeps Megatron's scale: z_loss x 2\.381 of exact .*; \d+ positions of padding count too", scale)
+    assert "host keeps Megatron's scale of z_loss" in scale
     assert "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask" in refused
 
 

@@ -126,10 +126,6 @@ def test_nothing_else_reads_them():
     corrected = replace(GRPO, importance_correction="tis", off_policy_sequence_delta=0.1, kl_coefficient=0.1)
     assert not reads_old_log_probs(TrainOptions(), GSPO)
     assert not reads_old_log_probs(TrainOptions(rollouts="r.jsonl", router_replay="rollout"), corrected)
-    dropped = replace(corrected, rejected_tokens="dropped", loss_aggregation="sample_mean")
-    assert not reads_old_log_probs(TrainOptions(rollouts="r.jsonl"), dropped)
-    counted_before = replace(dropped, loss_aggregation="prompt_mean")
-    assert reads_old_log_probs(TrainOptions(rollouts="r.jsonl"), counted_before)
 
 
 def announced_on_rank(rank, options, configs) -> list[str]:
@@ -229,7 +225,7 @@ CORRECTIONS = [
     pytest.param(replace(GRPO, **TIS), id="grpo, tis"),
     pytest.param(replace(GSPO, **OF_SAMPLES, watchdog="off"), id="gspo, icepop of samples and off-policy sequences"),
     pytest.param(replace(GRPO, **OF_SAMPLES, watchdog="off", fused_lm_head_loss=True), id="grpo, the same, fused head"),
-    pytest.param(replace(GRPO, **ICEPOP, rejected_tokens="dropped", watchdog="off"), id="grpo, icepop, dropped tokens"),
+    pytest.param(replace(GRPO, **ICEPOP, watchdog="off"), id="grpo, icepop"),
     pytest.param(replace(DPPO, watchdog="off"), id="dppo_tv"),
 ]
 

@@ -20,7 +20,6 @@ from trainer_cases import (
     ragged_step,
     relative_difference,
     run_loop,
-    selection_for,
     tiny_trainer,
     whole,
 )
@@ -49,9 +48,6 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0}
 TIS = {"importance_correction": "tis"}
 ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.2}
-CLIP_COV = {
-    **{"token_selection": "clip_cov", "token_selection_share": 0.5, "token_selection_low": -99.0, "token_selection_high": 99.0},
-}
 OF_A_STEP = {
     "policy_loss": Effect("gspo", "gradient"),
     "loss_aggregation": Effect("token_mean", "gradient"),
@@ -67,27 +63,15 @@ OF_A_STEP = {
     "importance_correction_low": Effect(0.95, "gradient", TIS),
     "importance_correction_high": Effect(1.1, "gradient", TIS),
     "off_policy_sequence_delta": Effect(0.0, "gradient"),
-    "importance_ratio_unit": Effect("turn", "gradient", {"policy_loss": "gspo"}),
-    "rejected_tokens": Effect("dropped", "gradient", ICEPOP),
-    "token_selection": Effect("top_entropy", "gradient", {"token_selection_share": 0.3}),
-    "token_selection_share": Effect(0.6, "gradient", {"token_selection": "top_entropy", "token_selection_share": 0.3}),
-    "token_selection_low": Effect(0.0, "gradient", CLIP_COV),
-    "token_selection_high": Effect(0.0, "gradient", CLIP_COV),
-    "token_selection_kl_coefficient": Effect(3.0, "gradient", {"token_selection": "kl_cov", "token_selection_share": 0.5}),
-    "entropy_bonus_tokens": Effect(
-        "trained", "gradient", {"token_selection": "top_entropy", "token_selection_share": 0.3, "entropy_coefficient": 0.5}
-    ),
     "kl_coefficient": Effect(0.5, "gradient"),
     "kl_score": Effect("support", "gradient", {"kl_coefficient": 0.5}, has_sets=True),
     "kl_estimator": Effect("k2", "gradient", {"kl_coefficient": 0.5}),
     "entropy_coefficient": Effect(0.5, "gradient"),
     "entropy_score": Effect("support", "gradient", {"entropy_coefficient": 0.5}, has_sets=True),
     "policy_metrics": Effect("none", "metrics"),
-    "custom_policy_metrics": Effect("own_metrics.far_tokens", "metrics"),
     "policy_loss_backend": Effect("triton", "kernels"),
     "fused_lm_head_loss": Effect(True, "rows of logits"),
     "max_logits_bytes": Effect(8 * 4 * VOCABULARY, "rows of logits", {"fused_lm_head_loss": True}),
-    "scaled_exp_head": Effect(True, "error", {"fused_lm_head_loss": True, "policy_loss_backend": "triton"}),
     "fp32_lm_head": Effect(True, "gradient", is_bf16=True),
     "gradient_divisor": Effect("num_samples", "gradient"),
     "router_aux_loss": Effect("exact", "gradient", has_experts=True),
@@ -119,8 +103,7 @@ def step_of(config, is_bf16, has_experts, has_sets):
     ]
     metrics, seen = {}, SeenShapes()
     with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
-        selection = selection_for(trainer, [step[:3], step[3:]])
-        error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]], selection=selection)))
+        error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))
     return {
         "error": error,
         "metrics": sorted(metrics),

@@ -143,6 +143,17 @@ def test_a_backward_that_delivers_another_factor_is_refused(pool):
     assert error.startswith("ConfigError: loss_scale=2.0 was announced and backward delivers 1.0"), error
 
 
+def rollouts_on_rank(rank):
+    step = [replace(sample, rollout_id=place // 2) for place, sample in enumerate(cases.ragged_step())]
+    metrics = cases.tiny_trainer(PolicyLossConfig()).step([step])
+    return len(step), metrics["num_rollouts"], metrics["rollout/rows"]
+
+
+def test_rollouts_of_two_rows_are_counted_as_such(pool):
+    ((rows, rollouts, rows_of_one),) = pool.run(rollouts_on_rank, world_size=1)
+    assert (rollouts, rows_of_one) == (-(-rows // 2), rows / rollouts)
+
+
 def spoil(trainer, samples, tensor, value):
     """The samples with one bad value on unmasked ground; the logits' is a weight of the second half of the vocabulary."""
     one_token = 3  # its only token lies on the second cp rank

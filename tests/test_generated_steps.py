@@ -21,13 +21,11 @@ from generated_steps import (
     CORRECTIONS,
     DEALS,
     KEPT,
-    LATE_CASES,
     SHAPES,
     SPLITS,
     Case,
     Split,
     Step,
-    counts_kept_before,
     step_of,
 )
 from helpers import KERNEL_DEVICE
@@ -37,7 +35,6 @@ from torch import Tensor
 
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, TermScore
 from megatron_rl.errors import DataError, EmptyStep
-from megatron_rl.kept_counts import correction_of, divides_by_kept
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
@@ -48,6 +45,7 @@ from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import correction_names
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.step_counts import StepTotals
@@ -94,7 +92,6 @@ def config_of(case: Case) -> PolicyLossConfig:
         importance_correction_low=settings.bounds[0],
         importance_correction_high=settings.bounds[1],
         off_policy_sequence_delta=settings.sequence_delta,
-        rejected_tokens="dropped" if settings.is_dropped else "counted",
         kl_coefficient=settings.kl_coefficient,
         entropy_coefficient=settings.entropy_coefficient,
     )
@@ -165,7 +162,7 @@ class Microbatch:
     def options(self) -> dict:
         case, settings = self.case, self.case.settings
         loss = get_policy_loss(case.loss)
-        correction = correction_of(config_of(case), self.totals)
+        correction = CorrectionSettings.of(config_of(case))
         options = {
             "loss_parameters": {name: value for name, value in settings.parameters.items() if value < math.inf},
             "tp_group": self.groups.tp,
@@ -206,7 +203,6 @@ class Answer:
     weight: Tensor | None  # [V, H]
     log_probs: Tensor  # [all tokens]
     num_tokens: int  # unmasked
-    num_kept: int  # as told to the schedule under the per-token contract
     metrics: dict[str, float]
     pairs: dict[str, Tensor]
 
@@ -235,7 +231,6 @@ def columns_of(case: Case, step: Step, groups: ParallelGroups) -> tuple[int, int
     real, tp = step.weight.shape[0], groups.tp.size()
     width = -(-(real + case.num_padded_columns) // tp)
     width = width if (tp - 1) * width < real else -(-real // tp)  # each rank has a real column, where there are enough
-    width += -width % 4 if case.door.option == "scaled exponentials" else 0  # it needs rows of 16 bytes
     first = min(groups.tp.rank() * width, real)
     return first, min(first + width, real), width
 
@@ -278,8 +273,7 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: P
     model = SimpleNamespace(calculate_per_token_loss=case.is_per_token, grad_scale_func=None, num_moe_experts=None)
     context = {"totals": totals, "config": model, "groups": groups}
     factor = 1.0 if totals is None else delivered_factor(number, **context)
-    answer = Answer({}, None, None, None, torch.zeros(size, dtype=torch.float64), 0, 0, {}, {})
-    divides = divides_by_kept(config_of(case))
+    answer = Answer({}, None, None, None, torch.zeros(size, dtype=torch.float64), 0, {}, {})
     statistics = []
     for own, chosen, samples in parts if is_last_stage else ():
         batch = Microbatch(case, step, chosen, samples, own, totals)
@@ -287,11 +281,9 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: P
         loss = output.loss
         if totals is not None:
             num_live = int(batch.is_live.sum())
-            num_kept = int(output.correction.is_kept.sum()) if divides else num_live
-            loss, num_tokens, report = scale_for_schedule(output.loss, number, num_local_tokens=num_kept, **context)
+            loss, num_tokens, report = scale_for_schedule(output.loss, number, num_local_tokens=num_live, **context)
             loss = loss / num_tokens / number if not case.is_per_token else loss  # as Megatron's schedule
             answer.num_tokens += num_live
-            answer.num_kept += num_kept
         loss.backward()
         collect(answer, batch, output, leaves, (first, last))
         if output.metrics is not None:
@@ -364,7 +356,6 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
         weight,
         *batch.arguments(),
         **head,
-        scaled_exp=door.option == "scaled exponentials",
         return_log_probs=door.option != "no log-probs",
         document_lengths=[len(step.samples[i].labels) for i in batch.samples] if case.number % 2 else None,
         **options,
@@ -434,15 +425,8 @@ def gradient_of(answers: list[Answer], name: str, case: Case) -> Tensor | None:
     parts = [getattr(answer, name) for answer in answers if getattr(answer, name) is not None]
     if not parts:
         return None
-    replicas, factor = case.split.cp * case.split.dp, factor_of_kept(answers, case)
-    num_kept = sum(answer.num_kept for answer in answers) // case.split.tp
-    return sum(parts) / (num_kept or 1) if case.is_per_token else sum(parts) * factor / (replicas if num_kept else 1)
-
-
-def factor_of_kept(answers: list[Answer], case: Case) -> float:
-    """T / K where the loss has not divided by the kept tokens, as the forward step's finalize has it."""
-    num_tokens, num_kept = (sum(getattr(answer, name) for answer in answers) for name in ("num_tokens", "num_kept"))
-    return num_tokens / num_kept if divides_by_kept(config_of(case)) and num_kept else 1.0
+    replicas, num_tokens = case.split.cp * case.split.dp, sum(answer.num_tokens for answer in answers) // case.split.tp
+    return sum(parts) / (num_tokens or 1) if case.is_per_token else sum(parts) / (replicas if num_tokens else 1)
 
 
 def assert_near(got: float | Tensor, want: float | Tensor, tolerance: float, what: str, scale: float | None = None) -> None:
@@ -451,7 +435,7 @@ def assert_near(got: float | Tensor, want: float | Tensor, tolerance: float, wha
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale, msg=lambda text: f"{what}: {text}")
 
 
-@pytest.mark.parametrize("case", [needs_triton(case) for case in [*CASES, *LATE_CASES]])
+@pytest.mark.parametrize("case", [needs_triton(case) for case in CASES])
 def test_a_step_is_that_of_the_dense_oracle(case):
     """Values: FB-19, FB-47, FB-65, FB-117, FB-118, FB-119. Ranks: FB-22, FB-23, FB-25, FB-28, FB-44, FB-45, FB-46,
     FB-49, FB-51. Shapes: FB-10, FB-55, FB-56, FB-59, FB-60, FB-64. Options and kernels: FB-39, FB-63, FB-80, FB-93."""
@@ -463,13 +447,6 @@ def test_a_step_is_that_of_the_dense_oracle(case):
     def work(of_rank: ParallelGroups) -> Answer:
         return run_rank(case, step, of_rank, *own[id(of_rank)])
 
-    has_tokens = any(any(sample.mask) for sample in step.samples)
-    has_siblings = case.rollouts != "samples" and len({sample.rollout_id for sample in step.samples}) < len(step.samples)
-    is_counted_before = counts_kept_before(case.settings, has_siblings=has_siblings)
-    if case.settings.is_dropped and truth.num_counted == 0 and has_tokens and is_counted_before:
-        with pytest.raises(EmptyStep, match="among the tokens that the correction keeps, the step has .* not a single unmasked"):
-            on_simulated_ranks(work, groups, others)
-        return
     if any(first == last for first, last, _ in (columns_of(case, step, of_rank) for of_rank in groups)):
         with pytest.raises(DataError, match="the columns of the last rank begin at .*, and none is real"):
             on_simulated_ranks(work, groups, others)
@@ -492,9 +469,8 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
     wanted |= {"kl_loss": truth.kl_loss} if case.settings.kl_coefficient else {}
     wanted |= {"entropy": truth.entropy} if case.settings.entropy_coefficient else {}
     scale = max(1.0, float(truth.gradient.abs().max()) if truth.gradient.numel() else 0.0, *map(abs, wanted.values()))
-    factor = factor_of_kept(of_first_tp, case)
     for name, want in wanted.items():
-        assert_near(factor * sum(answer.parts[name] for answer in of_first_tp), want, tolerance.loss, name, scale)
+        assert_near(sum(answer.parts[name] for answer in of_first_tp), want, tolerance.loss, name, scale)
     assert all(set(answer.parts) == set(wanted) for answer in of_first_tp), "what is off is None"
     if case.door.option != "no log-probs":
         assert_near(sum(answer.log_probs for answer in of_first_tp), truth.log_probs, tolerance.log_probs, "log_probs", 1.0)
@@ -533,9 +509,6 @@ def test_the_steps_are_worth_their_time():
         shares = [truth.metrics["clipped_ratio_fraction"] for truth in truths if truth.metrics]
         has_clip = get_policy_loss(name).clip_ratios is not None
         assert not has_clip or sum(0 < share < 1 for share in shares) >= len(shares) // 3, name
-    late = [dense_step(step_of(case).samples, step_of(case).logits, case.settings) for case in LATE_CASES]
-    shares = [truth.num_counted / truth.num_unmasked for truth in late]
-    assert sum(0 < share < 1 for share in shares) >= len(shares) // 2, "some tokens are kept, and some dropped"
     assert {case.split for case in CASES} >= set(SPLITS[:3])
     with_sets = [case for case in CASES if case.kept != "all"]
     assert {(case.loss, case.kept) for case in with_sets} == set(itertools.product(policy_loss_names(), KEPT))

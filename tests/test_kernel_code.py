@@ -115,7 +115,7 @@ def compiled(triton: str | None) -> str:
         pytest.skip("Triton is not installed")
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
     command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
-    command += ["--without", *LEFT_OUT, "--code-of", *HOT, *PAIRS, "rows", "scaled_exp"]
+    command += ["--without", *LEFT_OUT, "--code-of", *HOT, *PAIRS, "rows"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment_of(triton))
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
@@ -196,20 +196,8 @@ def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
 # a block of 16 warps that does not start: 65536 / 512 = 128. list_rows has half as many: two of its blocks start.
 SMALL = {
     "combine_kernel": 64,
-    **{f"{name}_kernel": 128 for name in "list_rows document_sums loss_and_coefficients metric_sums finish".split()},
+    **{f"{name}_kernel": 128 for name in "list_rows document_sums loss_and_coefficients finish".split()},
 }
-
-
-MATMULS = {"scaled exp bf16": 8, "scaled exp bf16, fp32 logits, entropy": 8, "scaled exp fp32": 0}  # warps, and 0: no tensor core
-
-
-@pytest.mark.parametrize("launch", [*filter(is_compiled, MATMULS)])
-def test_the_product_of_the_head_runs_on_tensor_cores_without_spills(gate, launch):
-    """Operands come, and results go, by bulk copies alone: two loads an iteration of the loop and a store of each half tile."""
-    figures = gate.figures_of(launch, "scaled_exp_kernel")
-    assert spills(figures) + specialisations(figures) == []
-    assert bool(figures["matmuls"]) == bool(MATMULS[launch]) and figures["bulk_copies"] >= 3, figures
-    assert not figures["matmuls"] or figures["num_warps"] == MATMULS[launch]
 
 
 # (registers, loads of 16 bytes): 128 threads with four loads of both operands under way; eight, and two of a float32 sum.
@@ -242,7 +230,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     """Catches a new kernel that the gate has not been told to launch."""
     sources = (TESTS.parent / "megatron_rl").rglob("*_triton.py")
     written = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(encoding="utf-8"), re.M)}
-    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *PAIRS, *SMALL, "scaled_exp_kernel"}
+    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *PAIRS, *SMALL}
 
 
 @pytest.mark.parametrize(
@@ -250,12 +238,11 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     [
         ("statistics of each size", ["statistics bf16", "statistics bf16, split"]),
         ("gradient of each size", ["gradient bf16"]),
-        ("grpo of each size", ["grpo, metrics"]),
-        ("gspo of each size", ["gspo, metrics"]),
+        ("grpo of each size", ["grpo"]),
+        ("gspo of each size", ["gspo"]),
         ("grpo, one read of each size", ["grpo, one read, bf16"]),
         ("unit gradient of each size", ["unit gradient bf16"]),
         ("rescale of each size", ["rescale bf16"]),
-        ("scaled exp of each size", ["scaled exp bf16"]),
         ("sparse head of each size", ["sparse head bf16"]),
     ],
 )
@@ -284,8 +271,6 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
 
 
 LOSS = ["list_rows", "row_statistics", "document_sums", "loss_and_coefficients", "finish"]
-LOSS_WITH_METRICS = [*LOSS[:-1], "metric_sums", "finish"]
-WITH_METRICS = ("grpo", "gspo", "dppo_kl")
 LAUNCHED = {
     "statistics bf16": ["list_rows", "row_statistics"],
     "statistics bf16, no mask": ["row_statistics"],
@@ -296,12 +281,9 @@ LAUNCHED = {
     "unit gradient bf16": ["unit_gradient"],
     "rescale bf16": ["rescale"],
     "sparse head bf16": ["gather_product", "scatter_product", "scatter_product"],
-    **dict.fromkeys(
-        (*(name for name in TWINS if name not in WITH_METRICS), "grpo", "grpo, cp", "gspo, advantages per token"), LOSS
-    ),
+    **dict.fromkeys((*TWINS, "grpo, cp", "gspo, advantages per token", "gspo, everything"), LOSS),
     **dict.fromkeys(("grpo, one read, bf16", "grpo, one read, bf16, assumed"), ["one_read", *LOSS[2:]]),
-    "grpo, one read, bf16, everything": ["one_read", *LOSS_WITH_METRICS[2:]],
-    **dict.fromkeys((*(f"{name}, metrics" for name in WITH_METRICS), "gspo, everything"), LOSS_WITH_METRICS),
+    "grpo, one read, bf16, everything": ["one_read", *LOSS[2:]],
 }
 
 

@@ -25,8 +25,8 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 FLOORS = (
     ("errors", "config"),
     ("files", "layout", "aggregation_record", "registries", "rollout_groups"),
-    ("loss_hub", "ops", "correction_kinds", "step_counts", "token_selections"),
-    ("aggregation", "built_in_losses", "corrections", "kept_counts", "selections", "kl_estimators", "lm_head"),
+    ("loss_hub", "ops", "correction_kinds", "step_counts"),
+    ("aggregation", "built_in_losses", "corrections", "kl_estimators", "lm_head"),
     ("metrics", "accumulation"),
     ("losses",),
     ("validation", "__init__"),

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 
-import own_metrics
 import pytest
 import torch
 from conftest import ROOT
@@ -25,7 +24,6 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.schedule import scale_for_schedule
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.further import ROLLOUT_METRICS
 from megatron_rl.metrics.policy import METRICS, Reduction
 from megatron_rl.step_counts import StepTotals
@@ -41,7 +39,7 @@ from megatron_rl.testing.reference import (
     model_logits,
     ragged_samples,
 )
-from megatron_rl.testing.selftest import AGGREGATIONS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS, ROLLOUTS, TERMS, truth_of_terms
+from megatron_rl.testing.selftest import AGGREGATIONS, ROLLOUTS, truth_of_terms
 
 pytestmark = pytest.mark.megatron
 
@@ -286,8 +284,7 @@ def test_every_metric_is_that_of_one_rank(pool, truth_of, layout, policy_losses)
     for name in policy_losses:
         of_loss = truth_of(model)[name if name in CLIPS and get_policy_loss(name).anchor == "old" else "grpo"]
         step = [known(index, sample) for index, sample in enumerate(of_loss.samples)]
-        metrics = {"policy_metrics": "with_entropy", "custom_policy_metrics": own_metrics.ALL}
-        runs.append((step, config_of(name, "prompt_mean", **metrics)))
+        runs.append((step, config_of(name, "prompt_mean", policy_metrics="with_entropy")))
     on_one_rank, found = (steps_on_layout(pool, where, runs, model) for where in (Layout(), layout))
     for policy_loss, alone, result in zip(policy_losses, on_one_rank, found, strict=True):
         assert result.gradient_error(alone) < GRADIENT_TOLERANCE, policy_loss
@@ -296,12 +293,10 @@ def test_every_metric_is_that_of_one_rank(pool, truth_of, layout, policy_losses)
         for name, value in whole.items():
             assert spread_out[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (policy_loss, name)
         # Versions 0 to 9 and masked 5; a third of the 113 unmasked tokens got a placeholder.
-        assert 0 < whole["policy/far_tokens"] < 1 and whole["policy/smallest_ratio"] < 1
         assert whole["policy/max_staleness"] == POLICY_VERSION and 10 < whole["policy/num_phantom_tokens"] < 60
         # What Megatron's train_step would log, from pairs of two elements and float32.
         # A minimum or a maximum is no quotient of sums.
-        rows = (*METRICS, *named_metrics(own_metrics.ALL))
-        without = {f"policy/{row.name}" for row in rows if row.reduction != Reduction.SUM} | {"policy/effective_sample_size"}
+        without = {f"policy/{row.name}" for row in METRICS if row.reduction != Reduction.SUM} | {"policy/effective_sample_size"}
         without |= {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
         assert result.reported.keys() - {"policy/loss"} == whole.keys() - without
         for name in whole.keys() - without:
@@ -334,54 +329,15 @@ def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
         assert result.loss == pytest.approx(whole.loss, rel=1e-5), layout
 
 
-UNITS = {
-    RATIO_OF_TURNS: (
-        Layout(data=2, num_microbatches=2),
-        Layout(context=2, num_microbatches=2),
-        Layout(packed=True, context=2, **SP, num_microbatches=2),
-    ),
-    # A rollout is whole in a micro-batch: eight of them are dealt.
-    RATIO_OF_ROLLOUTS: (Layout(data=2, num_microbatches=2), Layout(packed=True, context=2, num_microbatches=3)),
-}
-
-
-def truth_of_units_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
-    double, samples = double_model(model, ragged_samples()), ragged_samples()
-    rows = [("gspo", aggregation, term) for term in UNITS for aggregation in aggregations_of(term)]
-    truths = truth_of_terms(samples, model_logits(double, samples, model), global_parameters(double), rows)
-    return {term: truths["gspo", term] for term in UNITS}
-
-
-def aggregations_of(term: str) -> list[str]:
-    """The rows of a rollout with one ratio weigh the same."""
-    return [name for name in AGGREGATIONS if name != "row_mean" or term != RATIO_OF_ROLLOUTS]
-
-
-@pytest.mark.parametrize("head", ["logits", "fused head"])
-def test_a_ratio_of_rollouts_or_of_turns_is_that_of_the_float64_reference_on_every_layout(pool, head):
-    """Turns are cut at context-parallel slices, and the samples of a rollout lie in any order in their micro-batch."""
-    model = model_of(Layout())
-    truths = pool.run(truth_of_units_on_rank, model, world_size=1)[0]
-    others = {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024} if head == "fused head" else {}
-    for term, layouts in UNITS.items():
-        names, unit = aggregations_of(term), str(TERMS[term]["importance_ratio_unit"])
-        for layout in (Layout(num_microbatches=1), *layouts):
-            runs = [(truths[term].samples, config_of("gspo", name, importance_ratio_unit=unit, **others)) for name in names]
-            for name, result in zip(names, steps_on_layout(pool, layout, runs, model), strict=True):
-                expected = truths[term].by_aggregation[name]
-                assert result.gradient_error(expected) < GRADIENT_TOLERANCE, (term, layout, name)
-                assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, (term, layout, name)
-
-
 def test_a_corrected_step_keeps_its_gradient_on_every_layout(pool, truth):
-    """FB-122: rejected tokens counted and dropped; the sums of a sample's criterion are over context-parallel ranks."""
+    """FB-122: the sums of a sample's criterion are over context-parallel ranks."""
     step = []
     for index, sample in enumerate(truth["grpo"].samples):
         gaps = [0.3 * (index % 3 - 1) + 0.05 * (-1) ** t for t in range(len(sample.old_log_probs))]
         rollout = [old - gap for old, gap in zip(sample.old_log_probs, gaps, strict=True)]
         step.append(replace(sample, rollout_log_probs=rollout))
     bounds = {"importance_correction_low": 0.75, "importance_correction_high": 1.35}
-    tokens = {"importance_correction": "icepop", "rejected_tokens": "dropped"}
+    tokens = {"importance_correction": "icepop"}
     samples = {"importance_correction": "tis", "importance_correction_level": "sequence_mean", "off_policy_sequence_delta": 0.02}
     head = {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024}
     rows = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -208,26 +207,3 @@ def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkey
     found = [name for name in operations if not name.startswith("fill_")]
     assert launches == ["logits_gradient_kernel"]
     assert found == ["ones_like.default"] + ["mul.Tensor"] * (2 if coefficient else 1)
-
-
-@pytest.mark.kernel
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the number that it was compiled with")
-@pytest.mark.parametrize("num_columns", [33, 63, 64])
-def test_the_last_of_many_columns_is_the_maximum_that_the_table_says(monkeypatch, num_columns):
-    """A row of the table that is a maximum is never summed in silence: not the 33rd one; the 64th, without a bit, is refused."""
-    monkeypatch.setattr(reduce_triton, "NUM_METRIC_SUMS", reduce_triton.tl.constexpr(num_columns))
-    monkeypatch.setattr(reduce_triton, "MAX_COLUMNS", reduce_triton.tl.constexpr(1 << (num_columns - 1)))
-    found = torch.zeros(num_columns).double()
-    with pytest.raises(Exception, match="63 bits") if num_columns > 63 else contextlib.nullcontext():
-        reduce_triton.finish_kernel[(1 + num_columns,)](
-            TERMS=torch.ones(2, 3).double(),
-            DOCUMENT_METRIC_SUMS=torch.ones(2, num_columns).double(),
-            LOSS=torch.zeros(()),
-            TERMS_OUT=torch.zeros(3),
-            METRIC_SUMS=found,
-            kl_coefficient=0.0,
-            entropy_coefficient=0.0,
-            num_documents=2,
-            BLOCK=4,
-        )
-        assert found.tolist()[-1] == 1.0

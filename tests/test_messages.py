@@ -15,7 +15,6 @@ FRONT_DOORS = ("losses", "ops/log_probs.py", "ops/linear_head.py", "corrections.
 ELSEWHERE = {
     " as its weights: they must be ": "test_term_contract.py",
     " as is_kept: it must be ": "test_term_contract.py",
-    ": the penalty is of single tokens, and ": "test_old_kl.py",
     ", and none is real. If each rank has the logits": "test_losses_bad_input.py",
     "a second backward through a policy loss": "test_one_read.py",
     "returned a value with a gradient of its own": "test_loss_contract.py",
@@ -23,7 +22,6 @@ ELSEWHERE = {
     ": it must leave its inputs as they are": "test_loss_contract.py",
     " returned values or derivatives that are not finite": "test_loss_contract.py",
     " is not a @triton.jit function": "test_loss_hub.py",
-    "scaled_exp=True ": "test_scaled_exp.py",
     " needs the entropy of each token, and this call has log-probabilities": "test_own_losses.py",
     " of a sum over later or earlier tokens must be in": "test_ordered_sums.py",
     "a sum over later or earlier tokens takes [T=": "test_ordered_sums.py",

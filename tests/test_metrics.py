@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, counted_collectives, loop_log_probs, pool_of, random_batch, run_loss
 from loss_backends import LOSSES, over_backends
+from sass_gate import TorchOperations
 
 import megatron_rl.losses.reduce_torch as reduce_module
 import megatron_rl.ops.log_probs_torch as reference_module
@@ -213,15 +214,10 @@ def test_rollout_metrics_without_the_log_probs_that_they_need_say_so():
         rollout_statistics(log_probs=None, old_log_probs=None, **rollout, **step)
 
 
+# Of 17 rows, two of them without a value: 15 conversions to float64, what the rows compute, and one sum, maximum and minimum.
+MOST_OPERATIONS = 63
 ROW = """METRICS += (
-    Metric(
-        name="largest_ratio",
-        value=lambda tokens: tokens.ratios,
-        reduction=Reduction.MAX,
-        unit="ratio",
-        formula="the largest ratio of an unmasked token",
-        healthy="1 at a first step",
-    ),
+    Metric("largest_ratio", lambda tokens: tokens.ratios, Reduction.MAX),
 )
 STATISTICS: dict"""
 STEP_WITH_A_ROW = """
@@ -243,6 +239,21 @@ for name in ("grpo", "gspo"):
         found.append(finalise_metrics(combine_statistics([output.metrics, output.metrics]))["policy/largest_ratio"])
 print(json.dumps(found))
 """
+
+
+def test_the_metrics_of_a_micro_batch_are_few_operations():
+    """Rows of one reduction are one tensor, so that a further metric costs a device its own value and a conversion."""
+    tokens, operations = TokenValues(*torch.rand(3, 5), torch.rand(5) > 0.5, *torch.rand(2, 5)), []
+    with TorchOperations(operations):
+        policy_statistics(
+            tokens,
+            loss_mask=torch.ones(5, dtype=torch.bool),
+            counts=torch.full((5,), 5.0),
+            num_documents=1,
+            is_sequence_level=False,
+            cp_rank=0,
+        )
+    assert len(operations) <= MOST_OPERATIONS, operations
 
 
 @pytest.mark.kernel

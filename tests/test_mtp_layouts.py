@@ -385,15 +385,8 @@ def test_a_layer_whose_scores_are_not_finite_ends_the_step(knows_borders, pool):
 def refusals_on_rank(rank: int) -> list[str]:
     sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "mtp_num_layers": 1}
     plain = config_of("grpo", "token_mean")
-    dropped = replace(
-        plain,
-        importance_correction="mask",
-        importance_correction_low=0.5,
-        importance_correction_high=2.0,
-        rejected_tokens="dropped",
-    )
     config = transformer_config(**sizes)
-    answers = [error_of(lambda: check_contract(plain, config)), error_of(lambda: check_contract(dropped, config))]
+    answers = [error_of(lambda: check_contract(plain, config))]
     for name, value in (("use_mup", True), ("mtp_grad_scale_func", lambda: 2.0)):
         vars(config)[name] = value
         answers.append(error_of(lambda: check_contract(plain, config)))
@@ -409,8 +402,7 @@ def refusals_on_rank(rank: int) -> list[str]:
 
 @megatron
 def test_what_would_not_be_exact_is_refused_by_name(knows_borders, pool):
-    fine, dropped, scaled, by_hand, old, switched_off = pool.run(refusals_on_rank, world_size=1)[0]
+    fine, scaled, by_hand, old, switched_off = pool.run(refusals_on_rank, world_size=1)[0]
     assert fine == switched_off == ""
-    assert "rejected_tokens=dropped with loss_aggregation=token_mean and mtp_num_layers=1: the gradient is divided by" in dropped
     assert "mtp_num_layers=1 with use_mup=True" in scaled and "with mtp_grad_scale_func in the model's config: nothing" in by_hand
     assert "mtp_num_layers=1: the installed Megatron-Core gives these layers the next tokens of a row without the borders" in old

@@ -39,15 +39,6 @@ def test_a_block_shows_what_its_command_prints(page, begins, tmp_path, monkeypat
     assert text_of(page) == renewed(page, text_of(page), only=begins), f"{WRITE} {page}"
 
 
-def test_no_metric_of_the_page_has_an_ascii_formula():
-    """Catches a new row whose formula pages.FORMULAS does not know, and an entry whose row went."""
-    text = text_of("docs/metrics.md")
-    rows = [re.sub(r"`[^`]*`", "", line) for line in text.splitlines() if line.startswith("| `policy/")]
-    assert rows and [row for row in rows if re.search(r"\b(rho|[a-z])_[a-z]\b|\^|\bsum [a-z] ", row)] == []
-    drawn = set(re.findall(r"\$`([^`]*)`\$", text))
-    assert [latex for latex in pages.FORMULAS.values() if latex not in drawn] == []
-
-
 def test_every_block_has_one_producer_and_every_producer_a_block():
     """Catches an output that nothing would renew, and an entry that outlived its block."""
     found = {page: [command for command, _ in pages.blocks(text_of(page))] for page in BLOCKS}

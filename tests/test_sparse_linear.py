@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from carrier_cases import LiveBytes
-from helpers import KERNEL_DEVICE, without_needless_clip
-from linear_cases import VOCAB_SIZE, HeadBatch, by_logits, every_term, head_batch, on_device, run, seen, worst_error
+from helpers import without_needless_clip
+from linear_cases import VOCAB_SIZE, HeadBatch, by_logits, every_term, head_batch, run, seen, worst_error
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from test_support_scores import BY_HAND, GRADIENT, SUPPORT
 from torch import Tensor
@@ -322,12 +322,3 @@ def test_tp_ranks_with_other_sets_are_told():
             )
 
     on_simulated_ranks(one, groups_of_ranks(tp=2))
-
-
-@pytest.mark.kernel
-def test_scaled_exp_beside_sets_is_refused():
-    case = head_batch([5], hidden_size=8).to(torch.float32)
-    options = {"scaled_exp": True, "backend": "triton"}
-    case, options = on_device(case, options, KERNEL_DEVICE)
-    with pytest.raises(ConfigError, match="sampling_support leaves most of them out; leave it out$"):
-        run(fused("grpo"), case, sampling_support=sets(case), **options)

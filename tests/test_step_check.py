@@ -13,7 +13,7 @@ from helpers import pool_of
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
@@ -271,12 +271,6 @@ def test_lost_rollouts_have_their_name(pool):
     for found in found_on(pool, DP2, replace(TERMS, kl_coefficient=0.0, entropy_coefficient=0.0), meant=in_rollouts):
         assert isinstance(found, str), f"passed with {found}"
         assert "tokens weigh as if each sample were a rollout of its own" in found
-
-
-def test_a_step_whose_tokens_are_selected_needs_scores():
-    config = PolicyLossConfig(token_selection="kl_cov", token_selection_share=0.1)
-    with pytest.raises(DataError, match="token_selection=kl_cov reads scores of each sample, and one has none: give them"):
-        make_step_batches(config, Layout(), ragged_samples(), ParallelGroups())
 
 
 def test_dropout_is_refused_on_every_stage_of_a_pipeline(pool):

@@ -435,7 +435,7 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
 # The training command
 
 
-GENERATION, SUMS = "megatron_rl/train/generation.py", "megatron_rl/megatron/kept_tokens.py"
+GENERATION, SUMS = "megatron_rl/train/generation.py", "megatron_rl/train/trainer.py"
 RESPONSES = "megatron_rl/megatron/responses.py"
 COUNTING, FINITE, METRICS = "megatron_rl/step_counts.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics/step.py"
 GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"

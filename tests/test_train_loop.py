@@ -153,8 +153,8 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     page = (ROOT / "docs" / "metrics.md").read_text().partition("## A healthy run")[0]
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
-    rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, *SUPPORT_METRICS)
-    optional = {f"policy/{row.name}" for row in rows if row.is_reported}
+    rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, *SUPPORT_METRICS)
+    optional = {f"policy/{row.name}" for row in rows if row.is_reported} | {f"policy/{CORRECTION_SAMPLE_SIZE}"}
     optional |= {
         "loss/kl",
         "loss/entropy",
@@ -166,7 +166,6 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
         SKIPPED_STEPS,
         *("num_rollouts", "rollout/rows"),  # where samples have a rollout_id
         "policy/mtp_loss",
-        *("policy/selected_share", "policy/selection_threshold"),  # under --token-selection
     }
     assert len(defined) == len(set(defined))
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import NO_SELECTION, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, global_parameter_name
-from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.train.loop import TIMING_METRICS, TrainingRun
 from megatron_rl.train.options import TrainOptions
@@ -80,23 +79,6 @@ def with_shifted_old_log_probs(trainer: PolicyTrainer, microbatches, shift: floa
         ]
         for samples, rows in zip(microbatches, values, strict=True)
     ]
-
-
-def selection_for(trainer: PolicyTrainer, microbatches):
-    """Of a step in which each data-parallel rank has the samples of its turn, in the order of the step."""
-    if trainer.config.token_selection == NO_SELECTION:
-        return None
-    samples = [sample for of_microbatch in microbatches for sample in of_microbatch]
-    rows = [row for rows in trainer.log_probs(microbatches, with_entropy=True) for row in rows]
-    dp = trainer.groups.dp
-    return select_step_tokens(
-        trainer.config,
-        samples,
-        [dp.rank() + dp.size() * number for number in range(len(samples))],
-        trainer.groups,
-        log_probs=[log_probs for log_probs, _ in rows],
-        entropy=[entropy for _, entropy in rows],
-    )
 
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, tuple[int | None, int, torch.Tensor]]:

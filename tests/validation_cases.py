@@ -40,11 +40,7 @@ GSPO = {"policy_loss": "gspo"}
 RATIO_BOUNDS = {"importance_correction_low": 0.5, "importance_correction_high": 2.0}
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
-SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
-DROPPED = {"rejected_tokens": "dropped"}
-TOP_ENTROPY = {"token_selection": "top_entropy", "token_selection_share": 0.2}
-KL_COV = {"token_selection": "kl_cov", "token_selection_share": 2e-3}
 EXPERTS = {"num_experts": 8}
 TP_2 = {"tensor_model_parallel_size": 2}
 PARALLEL = {**TP_2, "sequence_parallel": True}
@@ -72,7 +68,6 @@ REFUSED: dict[str, list[dict]] = {
         {"policy_loss": "dr_grpo"},
         {"importance_correction": "ppo"},
         {"kl_estimator": "k4", "kl_coefficient": 0.1},
-        {"token_selection": "top_k", "token_selection_share": 0.2},
     ],
     "own_functions_are_what_they_declare": [
         {"policy_loss": "own_losses.detached"},
@@ -80,9 +75,6 @@ REFUSED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.centred"},
         {"kl_estimator": "own_losses.negated", "kl_coefficient": 0.1},
         {"importance_correction": "own_losses.normalised", **RATIO_BOUNDS},
-        {"token_selection": "own_losses.ranked", "token_selection_share": 0.2},
-        {"custom_policy_metrics": "own_metrics.centred"},
-        {"custom_policy_metrics": "own_metrics.taken"},
     ],
     "divisor_goes_with_constant": [
         CONSTANT,
@@ -105,25 +97,6 @@ REFUSED: dict[str, list[dict]] = {
     ],
     "entropy_of_a_loss_is_known": [{"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS}],
     "corrections_fit": [{"importance_correction": "mask"}, {**TIS, "policy_loss": ANCHORED}],
-    "ratios_have_a_unit": [
-        {"importance_ratio_unit": "turn"},
-        {"importance_ratio_unit": "rollout", "policy_loss": "gspo_token"},
-        {"importance_ratio_unit": "rollout", **GSPO, "loss_aggregation": "row_mean"},
-    ],
-    "dropped_tokens_are_known": [DROPPED, {**TIS, **DROPPED}, {"off_policy_sequence_delta": 0.1, **DROPPED, **PROMPT_MEAN}],
-    "selections_fit": [
-        {"token_selection": "kl_cov"},
-        *({"token_selection": "top_entropy", "token_selection_share": value} for value in (20, "20%", 0.0)),
-        {"token_selection_share": 0.2},
-        {"entropy_bonus_tokens": "trained"},
-        {**TOP_ENTROPY, "token_selection_kl_coefficient": 1.0},
-        {**TOP_ENTROPY, "token_selection_low": "a"},
-        {**TOP_ENTROPY, "token_selection_low": 2.0, "token_selection_high": 1.0},
-        {**KL_COV, "token_selection_kl_coefficient": 0.0},
-        {**KL_COV, "entropy_bonus_tokens": "trained", "entropy_coefficient": 0.1},
-        {**TOP_ENTROPY, "entropy_bonus_tokens": "trained"},
-        {**TOP_ENTROPY, **GSPO},
-    ],
     "settings_are_read": [
         {"kl_estimator": "k2"},
         {"kl_score": "support", **IN_TRAIN},
@@ -131,14 +104,8 @@ REFUSED: dict[str, list[dict]] = {
         {"allow_partial_prompt_groups": True},
         {"max_logits_bytes": 2**30},
         {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
-        {"scaled_exp_head": True},
-        {"custom_policy_metrics": "own_metrics.far_tokens", "policy_metrics": "none"},
         {"watchdog": "raise", "policy_metrics": "none"},
         {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
-    ],
-    "scaled_exp_goes_with_the_fused_head": [
-        SCALED_EXP | {"entropy_coefficient": 0.01},
-        SCALED_EXP | {"policy_loss_backend": "torch"},
     ],
     "numbers_are_in_range": [
         {"policy_temperature": 0.0},
@@ -195,9 +162,6 @@ ALLOWED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.gmpo", "clip_ratio_low": 0.3},
         {"policy_loss": "own_losses.detached", "clip_ratio_low": 0.3},  # another rule says what is wrong
         {"kl_estimator": "own_losses.jeffreys", "kl_coefficient": 0.1},
-        {"token_selection": "own_losses.widest", "token_selection_share": 0.2},
-        {"custom_policy_metrics": "own_metrics.far_tokens,own_metrics.raised_tokens"},
-        {"custom_policy_metrics": "own_metrics.centred", "policy_metrics": "none"},
     ],
     "divisor_goes_with_constant": [
         {**CONSTANT, "loss_aggregation_divisor": 8192.0},
@@ -215,30 +179,16 @@ ALLOWED: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS, "policy_metrics": "none"},
     ],
     "corrections_fit": [TIS, {"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED}],
-    "ratios_have_a_unit": [
-        {"importance_ratio_unit": "turn", **GSPO, "loss_aggregation": "row_mean"},
-        {**TIS, "importance_ratio_unit": "turn", "importance_correction_level": "sequence_mean"},
-    ],
-    "dropped_tokens_are_known": [
-        {"importance_correction": "icepop", **DROPPED},
-        {"off_policy_sequence_delta": 0.1, **DROPPED, **TOKEN_MEAN},
-    ],
-    "selections_fit": [
-        {**TOP_ENTROPY, "entropy_bonus_tokens": "trained", "entropy_coefficient": 0.1},
-        {**KL_COV, "token_selection_kl_coefficient": 0.5, "token_selection_low": 0.0},
-    ],
     "settings_are_read": [
         {"kl_estimator": "k3+", "kl_score": "support", "kl_coefficient": 0.1, **IN_TRAIN},
         {"entropy_score": "support", "policy_metrics": "with_entropy", **IN_TRAIN},
         {"entropy_score": "support", "entropy_coefficient": 0.1, **IN_TRAIN},
-        {"entropy_score": "support", **TOP_ENTROPY, **IN_TRAIN},
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
-        {**SCALED_EXP, "max_logits_bytes": 2**20},
+        {"fused_lm_head_loss": True, "max_logits_bytes": 2**20},
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},
         {"policy_metrics": "none"},
         {"watchdog": "raise"},
     ],
-    "scaled_exp_goes_with_the_fused_head": [SCALED_EXP | {"policy_loss_backend": "triton", "kl_coefficient": 0.1}],
     "numbers_are_in_range": [
         {"policy_temperature": 1e-3, "kl_coefficient": 0.0, "entropy_coefficient": 0.01},
         {"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None},

@@ -12,7 +12,6 @@ from megatron_rl.registries.corrections import CorrectionValue, register_correct
 @register_correction(
     "icepop",
     published_bounds={CorrectionLevel.TOKEN: (0.5, 5.0)},  # Ring-1T
-    drops_tokens=True,
 )
 def icepop(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     """w inside the bounds, 0 outside.

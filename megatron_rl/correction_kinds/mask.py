@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_rl.registries.corrections import CorrectionValue, register_correction
 
 
-@register_correction("mask", drops_tokens=True)
+@register_correction("mask")
 def mask(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     """1 inside the bounds, 0 outside.
 

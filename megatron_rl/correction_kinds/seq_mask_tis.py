@@ -17,7 +17,6 @@ def own_ratio(ratios: Tensor) -> Tensor:  # [T]
     "seq_mask_tis",
     levels=LEVELS_OF_SAMPLES,
     published_bounds={CorrectionLevel.SEQUENCE_MEAN: (0.999, 1.002)},  # NeMo-RL's recipe of ProRL v2.1
-    drops_tokens=True,
     weigh_tokens=own_ratio,
 )
 def seq_mask_tis(ratios: Tensor, low: float, high: float) -> CorrectionValue:

@@ -131,7 +131,6 @@ def custom_loss(
             max_logits_bytes=config.max_logits_bytes,
             sequence_parallel=is_sequence_parallel,
             fp32_logits=config.fp32_lm_head,
-            scaled_exp=config.scaled_exp_head,
             **options,
         )
     else:

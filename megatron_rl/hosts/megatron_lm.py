@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.arguments import read_number, read_switch, validate_megatron_rl_args
-from megatron_rl.config import LARGEST_RATIO, NO_SELECTION, PolicyLossConfig, Route
+from megatron_rl.config import LARGEST_RATIO, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.hosts.flags import ArgsProvider, compose_extra_args_provider, parsed_line, validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
@@ -97,9 +97,6 @@ def train_rl_problems(given: Mapping[str, Any], merged: Mapping[str, Any]) -> It
     if named and not given.get("rl_inference_logprobs_is_correction"):
         text = f"compares with the sampler, and train_rl.py packs its log-probabilities only with {CORRECTION_FLAG}: add it"
         yield f"{named} {text}"
-    if merged.get("token_selection") not in (None, NO_SELECTION):
-        text = "the scores are of the policy before the step, and train_rl.py measures none there; remove it"
-        yield f"--token-selection {merged['token_selection']} with --perform-rl-step: {text}"
     filters = {name: read_number(given.get(name)) for name in FILTERS_OFF}
     on = [f"{flag_of(name)} {value:g}" for name, value in filters.items() if value not in (None, *FILTERS_OFF[name])]
     sampler = Sampler(engine="Megatron's engine", mode=given.get(MODE) or "raw_logprobs", kept=on)

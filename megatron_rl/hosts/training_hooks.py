@@ -30,7 +30,6 @@ from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, number
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import DROPOUTS, model_problems
@@ -148,8 +147,6 @@ def terms_in_words(config: PolicyLossConfig) -> str:
     estimator = f" ({config.kl_estimator})" if config.kl_coefficient and config.kl_estimator != DEFAULT_KL_ESTIMATOR else ""
     terms = f"KL {config.kl_coefficient:g}{estimator}, entropy {config.entropy_coefficient:g}"
     corrections = "".join(f", {correction}" for correction in corrections_in_words(CorrectionSettings.of(config)))
-    selection = TokenSelectionSettings.of(config).in_words()
-    corrections += f", {selection}" if selection else ""
     return f"{numbers_in_words(config)}, {terms}{corrections}, temperature {config.policy_temperature:g} applied"
 
 

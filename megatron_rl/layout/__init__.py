@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.layout.context_parallel import local_cu_seqlens, local_positions, response_spans, slice_response
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_group, resolve_groups
-from megatron_rl.layout.packing import document_ids, document_sums, turn_cu_seqlens
+from megatron_rl.layout.packing import document_ids, document_sums
 
 __all__ = [
     "SINGLE",
@@ -17,5 +17,4 @@ __all__ = [
     "resolve_groups",
     "response_spans",
     "slice_response",
-    "turn_cu_seqlens",
 ]

@@ -12,29 +12,6 @@ def document_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:  # [num_tokens]
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
 
-def turn_cu_seqlens(
-    loss_mask: Tensor,  # [T] bool
-    cu_seqlens: Tensor,  # [N + 1] integer, of whole documents
-) -> tuple[Tensor, Tensor]:  # [M + 1] like cu_seqlens, [M] int64: the document of each turn
-    """Bounds of turns, which are the runs of unmasked tokens of a document. With them as cu_seqlens a loss has a ratio a turn.
-
-    Masked tokens belong to the turn before them, or to the document's first one. A document without an unmasked token is one turn.
-    Take it before context-parallel slicing, and on the CPU: it reads the mask.
-    Example: the mask 1 1 0 1 | 0 1 and cu_seqlens 0, 4, 6 give 0, 3, 4, 6 and the documents 0, 0, 1.
-    """
-    documents = document_ids(cu_seqlens, loss_mask.numel())
-    mask, before = loss_mask.bool(), documents.new_full((1,), -1)
-    is_new = torch.cat([before, documents[:-1]]) != documents
-    follows = torch.cat([mask.new_zeros(1), mask[:-1]]) & ~is_new
-    starts = (mask & ~follows & (documents < cu_seqlens.numel() - 1)).nonzero()[:, 0]
-    of = documents[starts]
-    is_inner = torch.cat([before, of[:-1]])[: of.numel()] == of  # the first turn begins with its document
-    bounds = torch.cat([cu_seqlens[:-1], starts[is_inner].to(cu_seqlens.dtype)])
-    of = torch.cat([torch.arange(cu_seqlens.numel() - 1, device=of.device), of[is_inner]])
-    order = bounds.argsort(stable=True)
-    return torch.cat([bounds[order], cu_seqlens[-1:]]), of[order]
-
-
 def document_sums(
     values: Tensor,  # [T] or [T, k]
     cu_seqlens: Tensor,  # [N + 1] integer

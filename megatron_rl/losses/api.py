@@ -15,7 +15,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.compared import compare_inputs
 from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
-from megatron_rl.losses.old_kl import with_old_kl
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import (
     LogitsLossKeywords,
@@ -125,7 +124,6 @@ def policy_loss(
     with agreement:
         loss = get_policy_loss(name)
         options = with_defaults(LogitsLossKeywords, loss, keywords)
-        loss = loss if options["old_kl_coefficients"] is None else with_old_kl(loss)
         temperature, vocab_size = options["temperature"], options["vocab_size"]
         inplace, loss_scale = options["inplace"], options["loss_scale"]
         settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], check_logits(logits)))
@@ -208,7 +206,6 @@ def loss_of_log_probs(
     with agreement:
         loss = get_policy_loss(name)
         options = with_defaults(LossKeywords, loss, keywords)
-        loss = loss if options["old_kl_coefficients"] is None else with_old_kl(loss)
         if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
             raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
         if options["sampling_support"] is not None or {options["kl_score"], options["entropy_score"]} != {TermScore.FULL}:
@@ -363,8 +360,7 @@ class _WithLogitsGradient(torch.autograd.Function):
 def has_twin(loss: PolicyLoss, settings: LossSettings) -> bool:
     """Whether the arithmetic of the loss and of its KL term runs in Triton."""
     has_kl_twin = settings.kl_estimator is None or settings.kl_estimator.triton is not None
-    has_twins = loss.triton is not None and has_kl_twin and not settings.is_entropy_masked
-    return settings.backend == Backend.TRITON and has_twins
+    return settings.backend == Backend.TRITON and loss.triton is not None and has_kl_twin
 
 
 def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:

@@ -20,7 +20,6 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     agreement.add("correction", str(inputs.correction))
     for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout"):
         agreement.add(name, getattr(settings, name))
-    agreement.add("custom_metrics", ", ".join(row.name for row in settings.custom_metrics))
     compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
     agreement.add("whether kl_score is of the vocabulary", settings.is_kl_of_all)
     agreement.add("whether entropy_score is of kept ids", settings.is_entropy_of_kept)
@@ -28,9 +27,7 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
     agreement.add("advantages_per", inputs.advantages_per)
-    for name in (
-        *("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs", "old_kl_coefficients", "entropy_mask"),
-    ):
+    for name in ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs"):
         agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
     if inputs.advantages_per == "token":
         agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)

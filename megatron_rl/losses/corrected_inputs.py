@@ -14,13 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import factor_of_kept
 from megatron_rl.corrections import (
     Correction,
     correct,
     correction_columns,
     factors_after_sums,
-    num_kept_of,
     sample_weights_of,
     token_weights_of,
 )
@@ -43,7 +41,7 @@ def importance_correction(
     advantages: Tensor | None = None,  # [T]
     cp_group: Group = SINGLE,
 ) -> tuple[Correction, Tensor]:
-    """The correction of samples whose log-probabilities are all known: for a loop of one's own, and to count what is kept.
+    """The correction of samples whose log-probabilities are all known: for a loop of one's own.
 
     policy_loss and linear_policy_loss compute the same inside, with `correction=settings`; then do not pass these weights too.
 
@@ -54,8 +52,7 @@ def importance_correction(
         log_probs, advantages: of the policy in training, and the advantage of each token; only sequence_delta needs them.
     Returns: the correction, and this rank's share of metrics.CORRECTION_STATISTICS, [K] float64: metrics.CORRECTION_METRICS are
         made from its sum over micro-batches and ranks.
-    keeps_sample_weight changes weights of samples, of which there are none here: it has no effect.
-    Communication: one all-reduce of [N, k <= 5] over cp; none at size 1.
+    Communication: one all-reduce of [N, k <= 3] over cp; none at size 1.
     Raises: ConfigError for settings that do not fit; DataError for wrong shapes and dtypes and, on the CPU, for bounds that are
         none and for unmasked values that are not finite.
     """
@@ -103,7 +100,7 @@ def correct_tokens(inputs: LossInputs, log_probs: Tensor) -> LossInputs:  # log_
 def columns_of_correction(inputs: LossInputs, log_probs: Tensor) -> dict[str, Tensor]:  # [T] each
     """The vectors that a correction sums over the tokens of a sample."""
     assert inputs.correction is not None
-    return correction_columns(inputs.correction, log_probs, *_compared(inputs, log_probs), _advantages(inputs, log_probs.dtype))
+    return correction_columns(inputs.correction, log_probs, *_compared(inputs, log_probs))
 
 
 def correct_samples(
@@ -131,7 +128,6 @@ def correct_samples(
     if inputs.correction.needs_sums:
         # What needs no sum is in the inputs.
         inputs = _multiplied(inputs, factors_after_sums(inputs.correction, correction, of_samples, inputs.token_documents))
-        inputs = _with_weights_of_kept(inputs, of_samples)
     return inputs, sums, correction
 
 
@@ -150,7 +146,7 @@ def correct_before_rows(inputs: LossInputs, log_probs_dtype: torch.dtype, cp_gro
     """
     assert inputs.correction is not None and not inputs.correction.is_of_current_policy
     old_log_probs = given(inputs.old_log_probs).to(log_probs_dtype)
-    correction, sums = _correct_alone(
+    correction, _ = _correct_alone(
         inputs.correction,
         log_probs=old_log_probs,
         old_log_probs=old_log_probs,
@@ -161,8 +157,7 @@ def correct_before_rows(inputs: LossInputs, log_probs_dtype: torch.dtype, cp_gro
         documents=inputs.token_documents,
         cp_group=cp_group,
     )
-    inputs = _with_weights_of_kept(_multiplied(inputs, correction.weights), sums)
-    return replace(inputs, correction=None, applied_correction=correction)
+    return replace(_multiplied(inputs, correction.weights), correction=None, applied_correction=correction)
 
 
 def correction_metric_sums(
@@ -187,8 +182,8 @@ def _correct_alone(
     documents: Tensor,  # [T] int64, N on padding
     cp_group: Group,
 ) -> tuple[Correction, dict[str, Tensor]]:  # and the sums [N] over all cp ranks
-    """The correction with sums of its own. Communication: one all-reduce of [N, k <= 5] over cp; none at size 1."""
-    columns = {"counts": loss_mask, **correction_columns(settings, log_probs, old_log_probs, rollout_log_probs, advantages)}
+    """The correction with sums of its own. Communication: one all-reduce of [N, k <= 3] over cp; none at size 1."""
+    columns = {"counts": loss_mask, **correction_columns(settings, log_probs, old_log_probs, rollout_log_probs)}
     stacked = torch.stack([torch.where(loss_mask, column, 0).double() for column in columns.values()], dim=-1)
     reduced = all_reduce_sum(document_sums(stacked, cu_seqlens), cp_group)
     sums = dict(zip(columns, reduced.unbind(-1), strict=True))
@@ -207,14 +202,6 @@ def _correct_alone(
 def _advantages(inputs: LossInputs, dtype: torch.dtype) -> Tensor:  # [T]
     advantages = inputs.advantages.to(dtype)
     return spread(advantages, inputs.token_documents) if inputs.advantages_per == "sample" else advantages
-
-
-def _with_weights_of_kept(inputs: LossInputs, sums: dict[str, Tensor]) -> LossInputs:  # [N] each, over all cp ranks
-    assert inputs.correction is not None
-    if not inputs.correction.keeps_sample_weight:
-        return inputs
-    weights = inputs.token_weights.double() * factor_of_kept(sums["counts"], num_kept_of(inputs.correction, sums))
-    return replace(inputs, token_weights=weights.to(inputs.token_weights.dtype))
 
 
 def _compared(inputs: LossInputs, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # [T] old, [T] rollout

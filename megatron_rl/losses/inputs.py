@@ -51,8 +51,6 @@ class LossInputs:
     entropy: Tensor | None = None  # [T] of the policy in training, where the loss reads it
     sampling_support: SamplingSupport | None = None  # T rows
     log_kept_mass: Tensor | None = None  # [T] full score - score over the kept ids, where both are computed
-    old_kl_coefficients: Tensor | None = None  # [T]
-    entropy_mask: Tensor | None = None  # [T] bool
 
     @property
     def num_documents(self) -> int:
@@ -105,8 +103,6 @@ def prepare_inputs(
         "importance_weights": options["importance_weights"],
         "ref_log_probs": options["ref_log_probs"],
         "rollout_log_probs": options["rollout_log_probs"],
-        "old_kl_coefficients": options["old_kl_coefficients"],
-        "entropy_mask": options["entropy_mask"],
     }
     optional = {**per_token, "token_counts": token_counts, "regularizer_weights": regularizer_weights}
     _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
@@ -118,16 +114,12 @@ def prepare_inputs(
         "token_counts": token_counts,
         "regularizer_weights": regularizer_weights,
     }
-    entropy_mask = options["entropy_mask"]
-    if entropy_mask is not None and entropy_mask.dtype != torch.bool:
-        raise DataError(f"entropy_mask is {entropy_mask.dtype}: it must be [T={num_tokens}] bool")
     for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != (length,):
                 raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
     for name, tensor in (("advantages", advantages), *per_token.items(), *per_document.items()):
-        is_number = name not in ("entropy_mask", "token_counts")
-        if tensor is not None and is_number and (tensor.is_complex() or tensor.dtype == torch.bool):
+        if tensor is not None and name != "token_counts" and (tensor.is_complex() or tensor.dtype == torch.bool):
             raise DataError(f"{name} is {tensor.dtype}: a loss needs real numbers; pass a floating point tensor")
     _check_weights("token_weights", token_weights, dtype)
     _check_weights("regularizer_weights", regularizer_weights, dtype)
@@ -161,8 +153,6 @@ def prepare_inputs(
         regularizer_weights=regularizer_weights,
         correction=options["correction"] if options["correction"] is not None and options["correction"].is_on else None,
         sampling_support=options["sampling_support"],
-        old_kl_coefficients=options["old_kl_coefficients"],
-        entropy_mask=options["entropy_mask"],
     )
 
 

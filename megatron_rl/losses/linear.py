@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction, token_weights_of
-from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement
 from megatron_rl.layout.packing import document_ids, spread
@@ -35,7 +34,6 @@ from megatron_rl.losses.inputs import (
     prepare_inputs,
     with_token_counts,
 )
-from megatron_rl.losses.old_kl import with_old_kl
 from megatron_rl.losses.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
 from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
 from megatron_rl.losses.sparse_linear import reduce_with_support
@@ -112,8 +110,6 @@ def linear_policy_loss(
             max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
             sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
             fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
-            scaled_exp: the first product leaves e^z, and no kernel reads the logits again (docs/kernels.md). For tp size 1,
-                bfloat16 and float32, on Triton. Off: 0.94 to 1.14 of the time on an H100. One more synchronisation a chunk.
             document_lengths: N ints, the tokens of whole documents with padding; under cp they save one synchronisation.
             loss_scale: the product of all factors of `.loss` before backward. The weight gradient then goes into weight.main_grad
                 in forward (where that is float32), and backward checks the factor: another one raises on the CPU, and makes the
@@ -141,7 +137,6 @@ def linear_policy_loss(
     with agreement:
         loss = get_policy_loss(name)
         options = with_defaults(LinearLossKeywords, loss, keywords)
-        loss = loss if options["old_kl_coefficients"] is None else with_old_kl(loss)
         fp32_logits, max_logits_bytes = options["fp32_logits"], options["max_logits_bytes"]
         document_lengths, loss_scale = options["document_lengths"], options["loss_scale"]
         # The head is checked before the settings, because the choice of the backend reads the weight.
@@ -153,7 +148,6 @@ def linear_policy_loss(
             backend=options["backend"],
             sequence_parallel=options["sequence_parallel"],
             fp32_logits=fp32_logits,
-            scaled_exp=options["scaled_exp"],
         )
         num_tokens, device = check_head(hidden, weight, labels, head_options), hidden.device
         support = options["sampling_support"]
@@ -162,14 +156,6 @@ def linear_policy_loss(
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
         settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], like_logits))
         head_options = replace(head_options, with_entropy=settings.needs_entropy, entropy_of_kept=settings.is_entropy_of_kept)
-        if options["scaled_exp"] and support is not None:
-            raise ConfigError(
-                "scaled_exp=True is for logits of the whole vocabulary, and sampling_support leaves most of them out; leave it out"
-            )
-        if options["scaled_exp"] and settings.entropy_coefficient:
-            raise ConfigError(
-                "scaled_exp=True has no effect with an entropy term, whose coefficient does not commute; leave it out"
-            )
         inputs = prepare_inputs(
             loss,
             options,
@@ -454,8 +440,6 @@ class TokenCoefficients:
             log_ratio = log_probs - self._old_log_probs(rows, log_probs)
             _, derivative = kl_estimate(self.settings.kl_estimator, log_probs, reference, log_ratio)
             c = c + self.settings.kl_coefficient * weights * derivative
-        if self.inputs.entropy_mask is not None:
-            weights = weights * self.inputs.entropy_mask[rows]
         return c, -self.settings.entropy_coefficient * weights if self.settings.entropy_coefficient else None
 
     def _checked_policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
@@ -548,8 +532,6 @@ def bin_inputs(
         token_weights=inputs.token_weights[numbers],
         token_counts=of(inputs.token_counts, numbers),
         importance_weights=of(inputs.importance_weights, tokens),
-        old_kl_coefficients=of(inputs.old_kl_coefficients, tokens),
-        entropy_mask=of(inputs.entropy_mask, tokens),
         ref_log_probs=of(inputs.ref_log_probs, tokens),
         rollout_log_probs=of(inputs.rollout_log_probs, tokens),
         regularizer_weights=of(inputs.regularizer_weights, numbers),

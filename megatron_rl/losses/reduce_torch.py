@@ -7,7 +7,6 @@ of the one reduction over cp are in inputs.py, because both twins share them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -86,7 +85,7 @@ def reduce_loss_torch(
     Communication: one all-reduce over cp of [N, k]; none at cp size 1. k = 2 (non-finite, count). Level "sequence" adds the means
     that the loss needs, one column for importance weights, and two for [T] advantages, which must be equal inside a sample over all
     cp ranks. A correction adds a column for each criterion of the sample. A loss of level "batch" adds its own sums. Where ranks
-    are checked, one all-gather of 4 KiB over tp and cp, and with custom_metrics one more.
+    are checked, one all-gather of 4 KiB over tp and cp.
     Raises, on the CPU, after the all-reduce and so on all tp and cp ranks: DataError for non-finite unmasked tokens and for
     advantages that vary inside a sample. On CUDA num_nonfinite counts them, without a synchronisation.
     """
@@ -185,23 +184,21 @@ def _metric_sums(
     is_sequence = loss.level == "sequence"
     log_ratio = spread(sums.means["log_ratio"], inputs.token_documents) if is_sequence else log_probs - old_log_probs
     with_entropy = entropy if settings.metrics == PolicyMetrics.WITH_ENTROPY else None
-    with settings.agreement() if settings.custom_metrics else nullcontext():  # a user's function may raise on one rank
-        return policy_statistics(
-            TokenValues(
-                log_probs=log_probs,
-                old_log_probs=old_log_probs,
-                ratios=bounded_exp(log_ratio),
-                is_clipped=is_clipped,
-                advantages=advantages,
-                entropy=with_entropy,
-            ),
-            loss_mask=inputs.loss_mask,
-            counts=spread(sums.counts, inputs.token_documents),
-            num_documents=inputs.num_documents,
-            is_sequence_level=is_sequence,
-            cp_rank=settings.cp_group.rank(),
-            custom=settings.custom_metrics,
-        )
+    return policy_statistics(
+        TokenValues(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            ratios=bounded_exp(log_ratio),
+            is_clipped=is_clipped,
+            advantages=advantages,
+            entropy=with_entropy,
+        ),
+        loss_mask=inputs.loss_mask,
+        counts=spread(sums.counts, inputs.token_documents),
+        num_documents=inputs.num_documents,
+        is_sequence_level=is_sequence,
+        cp_rank=settings.cp_group.rank(),
+    )
 
 
 def metric_sums_in_torch(
@@ -212,7 +209,7 @@ def metric_sums_in_torch(
     reduced: Tensor,  # [N, k] float64, over all cp ranks
     settings: LossSettings,
 ) -> PolicyStatistics:
-    """The metric sums, for metrics without a kernel. The loss's function runs again for is_clipped; nothing is reduced again."""
+    """The metric sums beside the kernels of reduce_triton.py. The loss's function runs again for is_clipped."""
     sums = read_sums(loss, reduced, inputs, log_probs.dtype)
     tensors = checked_tensors(loss, log_probs, inputs, 0.0)
     old_log_probs = tensors["old_log_probs"]
@@ -341,7 +338,6 @@ def _regularizers(
         kl_loss = _sum_live(weights * value, inputs)
         kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
     if settings.entropy_coefficient:
-        weights = weights if inputs.entropy_mask is None else weights * inputs.entropy_mask
         entropy_sum = _sum_live(weights * given(entropy), inputs)
         entropy_coefficients = torch.where(inputs.loss_mask, -settings.entropy_coefficient * weights, 0.0)
     return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients

@@ -2,8 +2,7 @@
 
     document_sums           grid (N)      [T] -> sums [N, k] float64, which cp reduces once
     loss_and_coefficients   grid (N + 1)  sums, [T] -> coefficients [T], entropy_coefficients [T], terms [N, 3] float64
-    metric_sums             grid (N)      sums, [T] -> metric_sums [N, K] float64; only for metrics
-    finish                  grid (1)      terms, metric_sums -> loss, terms [3] float32, metric_sums [K] float64
+    finish                  grid (1)      terms -> loss, terms [3] float32
 
 A program reads its document in blocks, in the order of the tokens, with one float64 accumulator a lane. No program adds to a value
 that another one wrote, so each run gives the same bits. twin_triton.py calls the loss. Kernels are not specialised on sizes,
@@ -46,24 +45,20 @@ from megatron_rl.losses.twin_triton import (
     Equation,
     apply_to_sample,
     apply_to_tokens,
-    apply_twin,
     equation_of,
     kl_of_tokens,
     load_advantage,
     load_live,
     load_old,
     load_tokens,
-    load_vectors,
     mean,
     spread,
     twin_of_kl,
     weights_of_tokens,
 )
-from megatron_rl.metrics.policy import KERNEL_METRICS, METRICS, PolicyStatistics, Reduction
-from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
-# tokens a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may use 128 registers each;
+# tokens a thread, so that the accumulators stay in registers. 512 threads may use 128 registers each;
 # without this setting ptxas of Triton 3.6 would use 64 and spill.
 BLOCK, NUM_WARPS, MAX_REGISTERS = 2048, 16, 128
 # Documents that the last reduction loads at once.
@@ -240,7 +235,7 @@ def loss_and_coefficients_kernel(
     if not HAS_TOKEN_ADVANTAGES:
         advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
-        _, value, derivative, _ = apply_to_sample(
+        value, derivative = apply_to_sample(
             LOSS,
             IS_OF_RATIO,
             sums,
@@ -301,188 +296,32 @@ def loss_and_coefficients_kernel(
     tl.store(terms + ENTROPY, tl.sum(entropy, 0))
 
 
-def _column_of(name: str) -> tl.constexpr:
-    """The column of a row of metrics.KERNEL_METRICS."""
-    return tl.constexpr([row.name for row in KERNEL_METRICS].index(name))
-
-
-NUM_DOCUMENTS = _column_of("num_documents")
-NUM_SAMPLES = _column_of("num_samples")
-NUM_TOKENS = _column_of("num_tokens")
-NUM_RATIOS = _column_of("num_ratios")
-RATIO_SUM = _column_of("ratio_new_old_sum")
-RATIO_SQUARED_SUM = _column_of("ratio_new_old_squared_sum")
-OLD_LOG_PROB = _column_of("old_logprobs")
-NEW_LOG_PROB = _column_of("new_logprobs")
-RATIO = _column_of("ratio_new_old")
-DIVERGENCE = _column_of("kl_new_old")
-CLIPPED = _column_of("clipped_ratio_fraction")
-CLIPPED_LOW = _column_of("clipped_low")
-CLIPPED_HIGH = _column_of("clipped_high")
-ADVANTAGE = _column_of("advantage")
-ENTROPY_OF_TOKENS = _column_of("entropy")
-MAX_ADVANTAGE = _column_of("max_advantage")
-MIN_ADVANTAGE = _column_of("min_advantage")
-NUM_METRIC_SUMS = tl.constexpr(len(KERNEL_METRICS))
-# Bit masks of the columns that are a maximum or a minimum, from the table.
-MAX_COLUMNS, MIN_COLUMNS = (
-    tl.constexpr(sum(1 << column for column, row in enumerate(KERNEL_METRICS) if row.reduction == of_kind))
-    for of_kind in (Reduction.MAX, Reduction.MIN)
-)
-
-
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "SUMS"),
-        "METRIC_SUMS",
-    ]
-)
-def metric_sums_kernel(
-    LOG_PROBS,  # [T]
-    OLD_LOG_PROBS,  # [T] or None
-    ADVANTAGES,  # [N] or [T]
-    ENTROPIES,  # [T] or None
-    VECTORS,  # tuple of [T], of a sequence-level loss of [N], or None
-    LOSS_MASK,  # [T] uint8
-    CU_SEQLENS,  # [N + 1]
-    SUMS,  # [N, NUM_COLUMNS] float64, over all cp ranks
-    METRIC_SUMS,  # [N, NUM_METRIC_SUMS] float64
-    lowest_ratio,
-    highest_ratio,
-    parameters,  # tuple of numbers, or None
-    document_share,  # the count of one document: 1 on cp rank 0, else 0
-    NUM_COLUMNS: tl.constexpr,
-    LOG_RATIO_COLUMN: tl.constexpr,
-    LOG_PROBS_COLUMN: tl.constexpr,
-    ADVANTAGES_COLUMN: tl.constexpr,
-    HAS_TOKEN_ADVANTAGES: tl.constexpr,
-    LOSS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The statistics of this rank's tokens of one document. They share the factor 1 / m_i, which multiplies the sums at the end."""
-    document = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
-    sums = SUMS + document * NUM_COLUMNS
-    count = tl.load(sums + COUNT)
-    if not HAS_TOKEN_ADVANTAGES:
-        advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
-    if LOG_RATIO_COLUMN >= 0:
-        log_ratio, _, _, was_clipped = apply_to_sample(
-            LOSS,
-            True,  # IS_OF_RATIO: no derivative is read here
-            sums,
-            count,
-            advantages,
-            VECTORS,
-            document,
-            lowest_ratio,
-            highest_ratio,
-            parameters,
-            LOG_RATIO_COLUMN,
-            LOG_PROBS_COLUMN,
-            BLOCK,
-        )
-        ratio = bounded_exp(log_ratio)
-    zeros, no_tokens = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
-    num_live, num_clipped, num_low, num_high = no_tokens, no_tokens, no_tokens, no_tokens
-    ratio_sum, squared_sum, old_sum, new_sum, divergence, advantage_sum, entropy = zeros, zeros, zeros, zeros, zeros, zeros, zeros
-    largest, smallest = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), float("inf"), tl.float32)
-    for start in range(begin, end, BLOCK):
-        tokens, is_live, new = load_tokens(LOG_PROBS, LOSS_MASK, start, end, BLOCK)
-        old = load_old(OLD_LOG_PROBS, new, tokens, is_live)
-        if HAS_TOKEN_ADVANTAGES:
-            advantages = load_live(ADVANTAGES, tokens, is_live)
-        if LOG_RATIO_COLUMN < 0:
-            ratio = bounded_exp(new - old)
-            vectors = load_vectors(VECTORS, tokens, is_live)
-            _, _, was_clipped = apply_twin(LOSS, True, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
-        is_clipped = is_live & was_clipped
-        num_live += is_live.to(tl.int32)
-        num_clipped += is_clipped.to(tl.int32)
-        num_low += (is_clipped & (advantages < 0)).to(tl.int32)
-        num_high += (is_clipped & (advantages > 0)).to(tl.int32)
-        live_ratio = tl.where(is_live, ratio, 0.0).to(tl.float64)
-        ratio_sum += live_ratio
-        squared_sum += live_ratio * live_ratio
-        old_sum += old.to(tl.float64)
-        new_sum += new.to(tl.float64)
-        divergence_of_token, _ = k3_estimate(old, new)
-        divergence += tl.where(is_live, divergence_of_token, 0.0).to(tl.float64)
-        advantage_sum += tl.where(is_live, advantages, 0.0).to(tl.float64)
-        largest = tl.where(is_live, tl.maximum(largest, advantages), largest)
-        smallest = tl.where(is_live, tl.minimum(smallest, advantages), smallest)
-        if ENTROPIES is not None:
-            entropy += load_live(ENTROPIES, tokens, is_live).to(tl.float64)
-    num_tokens = tl.sum(num_live, 0).to(tl.float64)
-    share = mean(1.0, count)
-    ratio_share = share if LOG_RATIO_COLUMN >= 0 else 1.0
-    row = METRIC_SUMS + document * NUM_METRIC_SUMS
-    tl.store(row + NUM_DOCUMENTS, document_share)
-    tl.store(row + NUM_SAMPLES, num_tokens * share)
-    tl.store(row + NUM_TOKENS, num_tokens)
-    tl.store(row + NUM_RATIOS, num_tokens * ratio_share)
-    tl.store(row + RATIO_SUM, tl.sum(ratio_sum, 0) * ratio_share)
-    tl.store(row + RATIO_SQUARED_SUM, tl.sum(squared_sum, 0) * ratio_share)
-    tl.store(row + OLD_LOG_PROB, tl.sum(old_sum, 0) * share)
-    tl.store(row + NEW_LOG_PROB, tl.sum(new_sum, 0) * share)
-    tl.store(row + RATIO, tl.sum(ratio_sum, 0) * share)
-    tl.store(row + DIVERGENCE, tl.sum(divergence, 0) * share)
-    tl.store(row + CLIPPED, tl.sum(num_clipped, 0).to(tl.float64) * share)
-    tl.store(row + CLIPPED_LOW, tl.sum(num_low, 0).to(tl.float64) * share)
-    tl.store(row + CLIPPED_HIGH, tl.sum(num_high, 0).to(tl.float64) * share)
-    tl.store(row + ADVANTAGE, tl.sum(advantage_sum, 0) * share)
-    tl.store(row + ENTROPY_OF_TOKENS, tl.sum(entropy, 0) * share)
-    tl.store(row + MAX_ADVANTAGE, tl.max(largest, 0))
-    tl.store(row + MIN_ADVANTAGE, tl.min(smallest, 0))
-
-
 @triton.jit(
     do_not_specialize=["num_documents"],
-    do_not_specialize_on_alignment=["TERMS", "DOCUMENT_METRIC_SUMS", "LOSS", "TERMS_OUT", "METRIC_SUMS"],
+    do_not_specialize_on_alignment=["TERMS", "LOSS", "TERMS_OUT"],
 )
 def finish_kernel(
     TERMS,  # [N, 3] float64
-    DOCUMENT_METRIC_SUMS,  # [N, NUM_METRIC_SUMS] float64 or None
     LOSS,  # [] float32
     TERMS_OUT,  # [3] float32
-    METRIC_SUMS,  # [NUM_METRIC_SUMS] float64, or None with DOCUMENT_METRIC_SUMS
     kl_coefficient,
     entropy_coefficient,
     num_documents,
     BLOCK: tl.constexpr,
 ):
-    """Reduces terms and statistics over the documents, in one order. Program 0 reduces the terms, the others one statistic each."""
-    column = tl.program_id(0) - 1
-    if column < 0:
-        policy, kl, entropy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, num_documents, BLOCK):
-            documents = start + tl.arange(0, BLOCK)
-            is_inside = documents < num_documents
-            policy += tl.load(TERMS + documents * NUM_TERMS + POLICY, mask=is_inside, other=0.0)
-            kl += tl.load(TERMS + documents * NUM_TERMS + KL, mask=is_inside, other=0.0)
-            entropy += tl.load(TERMS + documents * NUM_TERMS + ENTROPY, mask=is_inside, other=0.0)
-        loss = tl.sum(policy, 0) + tl.sum(kl, 0) * kl_coefficient - tl.sum(entropy, 0) * entropy_coefficient
-        tl.store(LOSS, loss.to(tl.float32))
-        tl.store(TERMS_OUT + POLICY, tl.sum(policy, 0).to(tl.float32))
-        tl.store(TERMS_OUT + KL, tl.sum(kl, 0).to(tl.float32))
-        tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
-        return
-    if DOCUMENT_METRIC_SUMS is not None:
-        # A column whose bit is lost would be summed, and a maximum of sums is no error that anybody sees.
-        tl.static_assert(NUM_METRIC_SUMS <= 63, "MAX_COLUMNS and MIN_COLUMNS have 63 bits")
-        # A tensor is on the left, because the interpreter of Triton 3.7 treats constant >> tensor as a constant.
-        bit = tl.full((), 1, tl.int64) << column
-        is_max, is_min = (bit & MAX_COLUMNS) != 0, (bit & MIN_COLUMNS) != 0
-        neutral = tl.where(is_max, float("-inf"), tl.where(is_min, float("inf"), 0.0)).to(tl.float64)
-        total = tl.zeros((BLOCK,), tl.float64) + neutral
-        for start in range(0, num_documents, BLOCK):
-            documents = start + tl.arange(0, BLOCK)
-            is_inside = documents < num_documents
-            x = tl.load(DOCUMENT_METRIC_SUMS + documents * NUM_METRIC_SUMS + column, mask=is_inside, other=0.0)
-            x = tl.where(is_inside, x, neutral)
-            total = tl.where(is_max, tl.maximum(total, x), tl.where(is_min, tl.minimum(total, x), total + x))
-        result = tl.where(is_max, tl.max(total, 0), tl.where(is_min, tl.min(total, 0), tl.sum(total, 0)))
-        tl.store(METRIC_SUMS + column, result)
+    """Sums the terms over the documents, in one order."""
+    policy, kl, entropy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, num_documents, BLOCK):
+        documents = start + tl.arange(0, BLOCK)
+        is_inside = documents < num_documents
+        policy += tl.load(TERMS + documents * NUM_TERMS + POLICY, mask=is_inside, other=0.0)
+        kl += tl.load(TERMS + documents * NUM_TERMS + KL, mask=is_inside, other=0.0)
+        entropy += tl.load(TERMS + documents * NUM_TERMS + ENTROPY, mask=is_inside, other=0.0)
+    loss = tl.sum(policy, 0) + tl.sum(kl, 0) * kl_coefficient - tl.sum(entropy, 0) * entropy_coefficient
+    tl.store(LOSS, loss.to(tl.float32))
+    tl.store(TERMS_OUT + POLICY, tl.sum(policy, 0).to(tl.float32))
+    tl.store(TERMS_OUT + KL, tl.sum(kl, 0).to(tl.float32))
+    tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,7 +353,7 @@ def reduce_loss_triton(
     *,
     block: int = BLOCK,
 ) -> LossResult:
-    """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches, four with metrics."""
+    """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches; metrics are in torch."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
     if loss.needs_entropy:
         inputs = replace(inputs, entropy=given(entropy))
@@ -551,21 +390,14 @@ def reduce_loss_triton(
             with settings.agreement():
                 if is_any(is_bad := num_nonfinite > 0):
                     raise nonfinite_loss(loss, is_bad)
-        of_documents = None
-        if settings.metrics != PolicyMetrics.NONE:
-            of_documents = _metric_sums(documents, sums, equation, entropy, settings, block)
-        total, (policy_loss, kl_loss, entropy_sum), reduced = _finish(terms, of_documents, settings)
+        total, (policy_loss, kl_loss, entropy_sum) = _finish(terms, settings)
         metric_sums = None
-        if reduced is not None:
-            if len(METRICS) > len(KERNEL_METRICS) or settings.custom_metrics:
-                in_torch = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
-                reduced = torch.cat([reduced, in_torch.values[len(KERNEL_METRICS) :]])
-            of_correction = None
+        if settings.metrics != PolicyMetrics.NONE:
+            metric_sums = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
             if correction is not None:
                 advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
                 of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, documents.column("counts")])
-            has_entropy = settings.metrics == PolicyMetrics.WITH_ENTROPY
-            metric_sums = PolicyStatistics(reduced, has_entropy, settings.custom_metrics, correction=of_correction)
+                metric_sums = replace(metric_sums, correction=of_correction)
             if inputs.sampling_support is not None:
                 metric_sums = with_support_sums(metric_sums, log_probs, inputs, sums[:, documents.column("counts")])
     return LossResult(
@@ -687,66 +519,20 @@ def _loss_and_coefficients(
     return terms, coefficients, entropy_coefficients, num_nonfinite
 
 
-def _metric_sums(
-    documents: _Documents,
-    sums: Tensor,  # [N, k] float64, over all cp ranks
-    equation: Equation,
-    entropy: Tensor | None,  # [T]
-    settings: LossSettings,
-    block: int,
-) -> Tensor:  # [N, len(KERNEL_METRICS)] float64
-    num_documents = sums.shape[0]
-    of_documents = sums.new_empty(num_documents, len(KERNEL_METRICS))
-    metric_sums_kernel[(num_documents,)](
-        LOG_PROBS=documents.log_probs,
-        OLD_LOG_PROBS=documents.old_log_probs,
-        ADVANTAGES=documents.advantages,
-        ENTROPIES=_contiguous(entropy) if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
-        VECTORS=documents.vectors,
-        LOSS_MASK=documents.loss_mask,
-        CU_SEQLENS=documents.cu_seqlens,
-        SUMS=sums,
-        METRIC_SUMS=of_documents,
-        lowest_ratio=equation.lowest_ratio,
-        highest_ratio=equation.highest_ratio,
-        parameters=equation.parameters,
-        # Every cp rank has all documents, so only cp rank 0 counts them.
-        document_share=1.0 if settings.cp_group.rank() == 0 else 0.0,
-        NUM_COLUMNS=len(documents.columns),
-        LOG_RATIO_COLUMN=documents.column("log_ratio"),
-        LOG_PROBS_COLUMN=documents.column("log_probs"),
-        ADVANTAGES_COLUMN=documents.column("advantages"),
-        HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
-        LOSS=equation.twin,
-        BLOCK=block,
-        num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=True,
-    )
-    return of_documents
-
-
-def _finish(
-    terms: Tensor,  # [N, 3] float64
-    of_documents: Tensor | None,  # [N, len(KERNEL_METRICS)] float64
-    settings: LossSettings,
-) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-    """(loss 0-d, (policy, kl and entropy sums), metric sums). The loss has its own storage: the schedule divides it in place."""
+def _finish(terms: Tensor, settings: LossSettings) -> tuple[Tensor, tuple[Tensor, ...]]:  # terms [N, 3] float64
+    """(loss 0-d, (policy, kl and entropy sums)). The loss has its own storage: the schedule divides it in place."""
     loss, sums = terms.new_empty((), dtype=torch.float32), terms.new_empty(3, dtype=torch.float32)
-    metric_sums = None if of_documents is None else terms.new_empty(len(KERNEL_METRICS))
-    finish_kernel[(1 if metric_sums is None else 1 + len(KERNEL_METRICS),)](
+    finish_kernel[(1,)](
         TERMS=terms,
-        DOCUMENT_METRIC_SUMS=of_documents,
         LOSS=loss,
         TERMS_OUT=sums,
-        METRIC_SUMS=metric_sums,
         kl_coefficient=float(settings.kl_coefficient),
         entropy_coefficient=float(settings.entropy_coefficient),
         num_documents=terms.shape[0],
         BLOCK=FINISH_BLOCK,
         enable_fp_fusion=True,
     )
-    return loss, sums.unbind(), metric_sums
+    return loss, sums.unbind()
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

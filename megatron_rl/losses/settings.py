@@ -22,8 +22,6 @@ from megatron_rl.layout.context_parallel import LAYOUTS
 from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
-from megatron_rl.metrics.custom import checked_rows
-from megatron_rl.metrics.policy import Metric
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.support_scores import check_score
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
@@ -42,14 +40,10 @@ class LossKeywords(TypedDict, total=False):
     cp_layout: the order of the context-parallel slices, "zigzag" (Megatron's) or "contiguous", for a loss with sums over later or
         earlier tokens; None: not known.
     metrics: "none", "basic" or "with_entropy". Default "none".
-    custom_metrics: rows of your own, computed in torch. Default: none.
     backend: "auto", "torch" or "triton". Default "auto".
     advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one token
         and cu_seqlens lies on the host, or document_lengths say so: a loss never reads values of the device.
     importance_weights [T]: constants that multiply a token's part of the loss.
-    old_kl_coefficients [T]: constants c_t of a KL penalty towards the policy that the ratio rho_t compares with. A token-level loss
-        has c_t (rho_t - 1 - log rho_t) more in its value, which weights and corrections multiply.
-    entropy_mask [T]: bool, the tokens whose entropy the entropy term is; None: all unmasked ones.
     ref_log_probs [T]: of the reference policy in nats, for the KL term.
     rollout_log_probs [T]: of the sampling engine in nats, for losses that need them.
     correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
@@ -74,12 +68,9 @@ class LossKeywords(TypedDict, total=False):
     cp_group: Group | None
     cp_layout: str | None
     metrics: str
-    custom_metrics: tuple[Metric, ...]
     backend: str
     advantages_per: str | None
     importance_weights: Tensor | None
-    old_kl_coefficients: Tensor | None
-    entropy_mask: Tensor | None
     ref_log_probs: Tensor | None
     rollout_log_probs: Tensor | None
     correction: CorrectionSettings | None
@@ -116,7 +107,6 @@ class LinearLossKeywords(LossKeywords, total=False):
     max_logits_bytes: int
     sequence_parallel: bool
     fp32_logits: bool
-    scaled_exp: bool
     document_lengths: Sequence[int] | None
     loss_scale: Tensor | float | None
     return_log_probs: bool
@@ -128,7 +118,6 @@ DEFAULTS: Mapping[str, object] = {
     "loss_parameters": {},
     "temperature": 1.0,
     "metrics": PolicyMetrics.NONE,
-    "custom_metrics": (),
     "backend": Backend.AUTO,
     "kl_coefficient": 0.0,
     "kl_estimator": DEFAULT_KL_ESTIMATOR,
@@ -139,7 +128,6 @@ DEFAULTS: Mapping[str, object] = {
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
     "sequence_parallel": False,
     "fp32_logits": False,
-    "scaled_exp": False,
     "return_log_probs": True,
 }
 
@@ -185,7 +173,6 @@ class LossSettings:
     kl_estimator: KLEstimator | None  # None: there is no KL term
     entropy_coefficient: float
     metrics: str
-    custom_metrics: tuple[Metric, ...]
     tp_group: Group
     cp_group: Group
     cp_layout: str | None
@@ -193,7 +180,6 @@ class LossSettings:
     check_ranks: bool | None
     is_entropy_read: bool  # by the loss itself
     is_kl_of_all: bool  # with sets of kept ids: the KL term compares scores over the whole vocabulary
-    is_entropy_masked: bool  # the entropy term has its own mask
     is_entropy_of_kept: bool  # with sets of kept ids: the entropy is over them
 
     @property
@@ -264,7 +250,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         kl_estimator=estimator if coefficients["kl_coefficient"] else None,
         entropy_coefficient=coefficients["entropy_coefficient"],
         metrics=metrics,
-        custom_metrics=checked_rows(options["custom_metrics"], metrics) if options["custom_metrics"] else (),
         tp_group=tp_group,
         cp_group=cp_group,
         cp_layout=options["cp_layout"],
@@ -272,7 +257,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         check_ranks=options["check_ranks"],
         is_entropy_read=loss.needs_entropy,
         is_kl_of_all=is_kl_of_all,
-        is_entropy_masked=options["entropy_mask"] is not None and coefficients["entropy_coefficient"] != 0,
         is_entropy_of_kept=options["entropy_score"] == TermScore.SUPPORT,
     )
 

@@ -177,17 +177,17 @@ def apply_to_sample(
     LOG_RATIO_COLUMN: tl.constexpr,
     LOG_PROBS_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # log_ratio, value, derivative, is_clipped: the same in each lane
+):  # value, derivative: the same in each lane
     """A sequence-level loss on the means of a sample."""
     log_ratio = spread(mean(tl.load(sums + LOG_RATIO_COLUMN), count), BLOCK)
     log_prob = log_ratio
     if LOG_PROBS_COLUMN >= 0:
         log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
     vectors = load_vectors_of_sample(VECTORS, document, BLOCK)
-    value, derivative, is_clipped = apply_twin(
+    value, derivative, _ = apply_twin(
         LOSS, IS_OF_RATIO, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, vectors, parameters
     )
-    return log_ratio, value, derivative, is_clipped
+    return value, derivative
 
 
 @triton.jit

@@ -14,16 +14,13 @@ from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import Group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.attention import remember_document_bounds
-from megatron_rl.megatron.ratio_units import documents_of, side_by_side
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.step_counts import StepTotals
 
 __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
 # In the place of a token's experts: it has no route.
 NO_ROUTE = -1
-PER_TOKEN_VALUES = (
-    *("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights", "old_kl_coefficients"),
-)
+PER_TOKEN_VALUES = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +80,7 @@ class ForwardInput(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyBatch:
-    """One micro-batch of one cp rank: T = B * S local tokens, row after row, and N documents. Rows after them are padding.
-
-    A document is what has one ratio of a sequence-level loss: a sample, with other units than rows a rollout or a turn."""
+    """One micro-batch of one cp rank: T = B * S local tokens, row after row, and N samples. Rows after them are padding."""
 
     tokens: Tensor  # [B, S] int64
     position_ids: Tensor  # [B, S] int64
@@ -100,7 +95,6 @@ class PolicyBatch:
     rollout_log_probs: Tensor | None  # [T] float32
     kept_mass: Tensor | None  # [T] float32
     importance_weights: Tensor | None  # [T] float32
-    old_kl_coefficients: Tensor | None  # [T] float32
     sampling_support: SamplingSupport | None  # T rows, empty where nothing was sampled; None also of a micro-batch without samples
     advantages: Tensor  # [N] float32
     staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled
@@ -109,7 +103,6 @@ class PolicyBatch:
     token_weights: Tensor  # [N] float32
     regularizer_weights: Tensor  # [N] float32
     token_counts: Tensor  # [N] int64
-    ratio_unit: str | None  # what the documents are; None without samples
     further: FurtherTokens | None  # None where the context has no num_further_tokens
     host: HostCopies
     context: StepContext
@@ -136,7 +129,6 @@ def make_padded_batch(
     Raises DataError for more samples than rows, for a row that is no multiple of 2 cp_size, for a sample longer than the row and
     for tensors of different lengths.
     """
-    samples = side_by_side(samples)
     if len(samples) > num_rows:
         raise DataError(f"{len(samples)} samples do not fit num_rows={num_rows}")
     num_rows = max(1, num_rows)
@@ -166,7 +158,7 @@ def make_packed_batch(
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cp_size, samples = cp_group.size(), side_by_side(samples)
+    cp_size = cp_group.size()
     lengths = [padded_length(sample.tokens.shape[0], cp_size) for sample in samples]
     tail = row_length - sum(lengths)
     if tail < 0:
@@ -211,15 +203,11 @@ def _assemble(
     rows = _whole_rows(samples, sizes)
     if context.num_further_tokens is not None:
         rows |= _further_rows(rows["labels"], rows["loss_mask"], sizes, len(context.num_further_tokens))
-    documents = documents_of(samples, rows["loss_mask"], sizes)
-    if documents.bounds is not None:  # places ascend: a rank's slices are in the order of the row
-        local_bounds = torch.searchsorted(places.flatten(), documents.bounds)
-    ratio_unit, documents_in = documents.unit, documents.samples
     is_whole = places.numel() == sum(sizes)  # in order, because cp_size is 1
     local = rows if is_whole else {name: values[places.flatten()] for name, values in rows.items()}
 
     def of_samples(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(sample, name) for sample in documents_in], dtype=dtype)
+        return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype)
 
     def there(values: Tensor) -> Tensor:
         """Copies without a wait of the host: the copy is queued before the kernels that read it, and `values` does not change."""
@@ -229,7 +217,7 @@ def _assemble(
         loss_mask=local["loss_mask"],
         advantages=of_samples("advantage", torch.float32),
         cu_seqlens=local_bounds.to(torch.int32),
-        document_lengths=tuple(sizes[: len(samples)]) if documents.bounds is None else None,
+        document_lengths=tuple(sizes[: len(samples)]),
         sampling_support=None if "set" not in local else _kept_sets(samples).take(local["set"]),
     )
     given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_VALUES, "routes")}
@@ -240,7 +228,7 @@ def _assemble(
     if context.num_further_tokens is not None:
         labels, masks = (local[name].t().contiguous() for name in ("further_labels", "further_mask"))
         further = FurtherTokens(labels=there(labels), loss_mask=there(masks), host_loss_mask=masks)
-    staleness = _staleness(documents_in, context)
+    staleness = _staleness(samples, context)
     return PolicyBatch(
         tokens=there(local["tokens"].view(places.shape)),
         position_ids=there(local["positions"].view(places.shape)),
@@ -256,8 +244,7 @@ def _assemble(
         cu_seqlens=there(host.cu_seqlens),
         token_weights=there(of_samples("token_weight", torch.float32)),
         regularizer_weights=there(of_samples("regularizer_weight", torch.float32)),
-        token_counts=there(documents.token_counts),
-        ratio_unit=ratio_unit,
+        token_counts=there(of_samples("token_count", torch.int64)),
         further=further,
         host=host,
         context=context,

@@ -13,32 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import NO_SELECTION, EntropyBonusTokens, GradientDivisor, PolicyLossConfig, PolicyMetrics, Route, TermScore
+from megatron_rl.config import GradientDivisor, PolicyLossConfig, PolicyMetrics, Route, TermScore
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.kept_counts import correction_of, divides_by_kept, watches_kept
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
-from megatron_rl.losses.inputs import given
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.attached import check_attached
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
-from megatron_rl.megatron.kept_tokens import KeptTokens, hook_finalize, needs_finalize
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss, multi_token_problems
 from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.validation.auxiliary_losses import active_losses, auxiliary_loss_problems
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.model_settings import model_problems
 
 if TYPE_CHECKING:
@@ -54,7 +51,6 @@ class MicrobatchReport:
     entropy: Tensor | None  # 0-d
     num_nonfinite: Tensor  # [N] int32; with multi-token prediction one more, of its layers
     statistics: PolicyStatistics | None
-    num_kept: Tensor | None = None  # 0-d, unmasked tokens that the correction keeps; None without one
     mtp_loss: Tensor | None = None  # 0-d, of multi-token prediction without its factor; None where it is not trained
 
 
@@ -65,18 +61,14 @@ class PolicyForwardStep:
     `take_reports` returns the reports of the micro-batches (none before the last pipeline stage), and `check_finite` raises if a
     token was not finite, before the optimiser step.
 
-    Under rejected_tokens=dropped the model's finalize_model_grads_func is put into one that counts the kept tokens of the step, and
-    divides the gradient by them where the loss could not.
-
     Args:
         config: the settings of the loss.
         vocab_size: columns of the vocabulary without padding.
         groups: None: the model's process groups, read at each call.
         reports_metrics: add metrics.step.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
-    Communication: none here; a call runs the collectives of the model and of policy_loss or linear_policy_loss; that of
-        KeptTokens is in the schedule's finalize.
+    Communication: none here; a call runs the collectives of the model and of policy_loss or linear_policy_loss.
     Raises: nothing here; a call raises what the loss and scale_for_schedule raise, and ConfigError where the model's config does
-        not fit the settings. The schedule raises EmptyStep for a step whose tokens are all dropped.
+        not fit the settings.
     """
 
     def __init__(
@@ -92,19 +84,12 @@ class PolicyForwardStep:
         self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
-        self._kept: KeptTokens | None = None  # of the step under way
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], ScheduledLoss]]:
         batch = next(data_iterator)
         model_config = model_config_of(model)
         check_contract(self.config, model_config)
-        if batch.ratio_unit not in (None, self.config.importance_ratio_unit):
-            raise ConfigError(
-                f"importance_ratio_unit={self.config.importance_ratio_unit}, and the batch has one ratio a {batch.ratio_unit}: "
-                "make its samples with weigh_samples and the same config"
-            )
         groups = resolve_groups(model) if self.groups is None else self.groups
-        self._watch_kept(batch, model_config, groups)
         prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
         checker = self.route_checker
         further = further_tokens(batch, model, model_config)
@@ -179,7 +164,6 @@ class PolicyForwardStep:
             max_logits_bytes=self.config.max_logits_bytes,
             sequence_parallel=is_sequence_parallel,
             fp32_logits=self.config.fp32_lm_head,
-            scaled_exp=self.config.scaled_exp_head,
             document_lengths=batch.host.document_lengths,
             loss_scale=loss_scale,
             return_log_probs=_needs_log_probs(batch, self.config),
@@ -203,7 +187,6 @@ class PolicyForwardStep:
             "cp_group": batch.cp_group,
             "cp_layout": "zigzag",  # of make_packed_batch and make_padded_batch
             "metrics": config.policy_metrics,
-            "custom_metrics": named_metrics(config.custom_policy_metrics),
             "backend": config.policy_loss_backend,
             "advantages_per": "sample",
             "ref_log_probs": batch.ref_log_probs,
@@ -213,12 +196,12 @@ class PolicyForwardStep:
             # A micro-batch without samples has no sets, and nothing to score.
             "kl_score": TermScore.FULL if sampling_support is None else config.kl_score,
             "entropy_score": TermScore.FULL if sampling_support is None else config.entropy_score,
-            "correction": correction_of(config, batch.context.totals),
+            "correction": CorrectionSettings.of(config),
             "kl_coefficient": config.kl_coefficient,
             "kl_estimator": config.kl_estimator,
             "entropy_coefficient": config.entropy_coefficient,
             "regularizer_weights": batch.regularizer_weights,
-            **_selection_options(batch, config),
+            "importance_weights": batch.importance_weights,
         }
 
     def _loss_scale(
@@ -252,21 +235,17 @@ class PolicyForwardStep:
         added: MultiTokenLoss | None,
     ) -> ScheduledLoss:
         statistics = _with_rollout(output, batch)
-        kept = None if output.correction is None else output.correction.is_kept.sum()
         of_terms = (output.policy_loss, output.kl_loss, output.entropy)
         num_nonfinite = output.num_nonfinite
         if added is not None:
             num_nonfinite = torch.cat([num_nonfinite, added.num_nonfinite[None]])
         of_mtp = None if added is None else added.mean
-        self._reports.append(MicrobatchReport(*of_terms, num_nonfinite, statistics, kept, of_mtp))
-        if self._kept is not None and kept is not None:
-            self._kept.parts.append(torch.stack([kept, output.num_nonfinite.sum().to(kept)]))
-        divides = kept is not None and divides_by_kept(self.config)
+        self._reports.append(MicrobatchReport(*of_terms, num_nonfinite, statistics, of_mtp))
         loss, num_tokens, report = scale_for_schedule(
             output.loss,
             batch.context.num_microbatches,
             totals=batch.context.totals,
-            num_local_tokens=given(kept) if divides else batch.loss_mask.sum(),
+            num_local_tokens=batch.loss_mask.sum(),
             config=model_config,
             groups=groups,
             gradient_divisor=self.config.gradient_divisor,
@@ -275,47 +254,14 @@ class PolicyForwardStep:
         )
         if of_mtp is not None:
             report["policy/mtp_loss"] = torch.stack([of_mtp, report["policy/loss"][1]])
-        if divides:
-            of_kept = output.loss.detach().float() * batch.context.totals.num_tokens
-            report["policy/loss"] = torch.stack([of_kept, given(kept).to(of_kept)])
         if self.reports_metrics and statistics is not None:
             report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
         return loss, num_tokens, report
 
-    def _watch_kept(self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups) -> None:
-        """Counts the kept tokens of the step where a step without one is no step, or its gradient is divided by them."""
-        config, context = self.config, batch.context
-        if not watches_kept(config):
-            hook_finalize(model_config, watcher=None)  # of another forward step, whose step may have raised
-            return
-        if self._kept is not None and self._kept.takes_more_of(context):
-            return
-        scales = divides_by_kept(config) and not model_config.calculate_per_token_loss
-        self._kept = KeptTokens(context, groups, scales)
-        if not hook_finalize(model_config, watcher=self._kept):
-            raise needs_finalize(f"rejected_tokens={config.rejected_tokens}")
-
     def take_reports(self) -> list[MicrobatchReport]:
         """The reports since the last call, in the order of the micro-batches."""
-        reports, self._reports, self._kept = self._reports, [], None
+        reports, self._reports = self._reports, []
         return reports
-
-
-def _selection_options(batch: PolicyBatch, config: PolicyLossConfig) -> LossKeywords:
-    """What a token selection changes. A micro-batch without samples has nothing of it."""
-    weights, coefficients = batch.importance_weights, batch.old_kl_coefficients
-    is_on = config.token_selection != NO_SELECTION
-    if is_on and batch.token_counts.numel() and weights is None and coefficients is None:
-        raise ConfigError(
-            f"token_selection={config.token_selection} and a batch without selected tokens: they are selected in the whole step, "
-            "before its batches are made; call megatron.step_selection.select_step_tokens and its applied_to"
-        )
-    is_of_trained = is_on and config.entropy_bonus_tokens == EntropyBonusTokens.TRAINED
-    return {
-        "importance_weights": weights,
-        "old_kl_coefficients": coefficients,
-        "entropy_mask": weights > 0 if is_of_trained and weights is not None else None,
-    }
 
 
 def _rollout_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> Tensor | None:
@@ -368,12 +314,6 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
         problems.append(
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
             "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"
-        )
-    if divides_by_kept(config) and (active := active_losses(settings)):
-        problems.append(
-            f"rejected_tokens=dropped with loss_aggregation={config.loss_aggregation} and {' and '.join(active)} in the model's "
-            "config: the gradient is divided by the tokens that are kept, and the losses of its routers would be too; add "
-            "--router-aux-loss host or exact, so that kept tokens are counted before the step, or choose another aggregation"
         )
     if problems:
         raise ConfigError(problems)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from megatron_rl.aggregation import further_token_weight
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.groups import ParallelGroups, resolve_group
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
@@ -153,8 +152,3 @@ def multi_token_problems(config: PolicyLossConfig, model_config: TransformerConf
         yield f"{given} with mtp_grad_scale_func in the model's config: nothing is attached that it could scale; remove it"
     if vars(model_config).get("use_mup"):
         yield f"{given} with use_mup=True: Megatron-Core scales the logits of the policy, and those of MTP would not be; {remedy}"
-    if divides_by_kept(config):
-        yield (
-            f"rejected_tokens=dropped with loss_aggregation={config.loss_aggregation} and {given}: the gradient is divided by the "
-            f"tokens that are kept, and that of MTP would be too; choose --rejected-tokens counted, or {remedy}"
-        )

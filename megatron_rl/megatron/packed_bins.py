@@ -22,11 +22,9 @@ from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.head import HeadSettings
-from megatron_rl.megatron.kept_tokens import hook_finalize
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens, unweighted
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.step_counts import StepTotals
 
@@ -187,8 +185,7 @@ class PackedForwardStep:
         has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
         groups = self._groups_of_step or resolve_groups()
         statistics = [report.statistics for report in self.reports if report.statistics is not None]
-        custom = named_metrics(self.config.custom_policy_metrics)
-        return step_metrics(statistics, groups, has_entropy=has_entropy, custom=custom)
+        return step_metrics(statistics, groups, has_entropy=has_entropy)
 
     def log_probs(
         self, model: nn.Module, bins: Sequence[PackedBin]
@@ -233,7 +230,22 @@ class PackedForwardStep:
 
     def _check_before_finalize(self, model_config: Any) -> None:
         """The schedule calls finalize on each rank after the last backward, and not in a forward-only pass."""
-        hook_finalize(model_config, check=self.check)
+        given = model_config.finalize_model_grads_func
+        if given is not None:
+            finalize = given.finalize if isinstance(given, CheckedFinalize) else given
+            model_config.finalize_model_grads_func = CheckedFinalize(finalize, self.check)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFinalize:
+    """finalize_model_grads_func of a model's config, with what is checked before it."""
+
+    finalize: Callable[..., Any]
+    check: Callable[[], None]
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        self.check()
+        return self.finalize(*positional, **named)
 
 
 def batches_of_step(

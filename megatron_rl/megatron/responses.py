@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import TermScore
 from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_sum, broadcast_from_last
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
@@ -37,12 +36,9 @@ def response_log_probs(
     groups: ParallelGroups,
     head: HeadSettings = LOGITS,
     recorder: RouteRecorder | None = None,
-    with_entropy: bool = False,
-    entropy_score: str = TermScore.FULL,
 ) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
     """Log-probabilities of whole responses by the current model, on all ranks of the tp and pp groups and of the batch's cp_group.
-    Where the batches have the sampler's sets they are over these. with_entropy: [2, response_length], the entropies below
-    them; entropy_score: over the vocabulary, or over the sets where the batches have them.
+    Where the batches have the sampler's sets they are over these.
 
     The batches are cut as in training, so that rounding is the same. With a fused `head` they cost one product, and no more
     logits than max_logits_bytes. The host waits once a batch, for its rows.
@@ -50,8 +46,7 @@ def response_log_probs(
     which gets the routes of each sample by its number in the order of the batches.
     """
 
-    def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # [1 or 2, T]
-        score = TermScore.FULL if batch.sampling_support is None else entropy_score
+    def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # [T]
         if inputs is None:
             rows = logits.flatten(0, 1)
             of_rows: LogitsKeywords = {
@@ -61,11 +56,8 @@ def response_log_probs(
                 "tp_group": groups.tp,
                 "backend": backend,
                 "sampling_support": batch.sampling_support,
-                "entropy_score": score,
             }
-            if with_entropy:
-                return torch.stack(vocab_parallel_log_probs(rows, batch.labels, with_entropy=True, **of_rows))
-            return vocab_parallel_log_probs(rows, batch.labels, **of_rows)[None]
+            return vocab_parallel_log_probs(rows, batch.labels, **of_rows)
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
         of_head: LinearKeywords = {
             "loss_mask": batch.host.loss_mask,
@@ -74,32 +66,29 @@ def response_log_probs(
             "tp_group": groups.tp,
             "backend": backend,
             "sampling_support": batch.host.sampling_support,
-            "entropy_score": score,
             "max_logits_bytes": head.max_logits_bytes,
             "sequence_parallel": is_sequence_parallel,
             "fp32_logits": head.is_fp32,
         }
-        if with_entropy:
-            return torch.stack(linear_log_probs(hidden, inputs.weight, batch.labels, with_entropy=True, **of_head))
-        return linear_log_probs(hidden, inputs.weight, batch.labels, **of_head)[None]
+        return linear_log_probs(hidden, inputs.weight, batch.labels, **of_head)
 
     results = []
     for batch, sizes in zip(batches, lengths, strict=True):
         cp_group = batch.cp_group
         with recording(recorder, batch.row_positions, batch.tokens, cp_group):
             local = forward_only(model, batch, measure, groups, head)
-        whole = torch.zeros(1 + with_entropy, batch.labels.shape[0] * cp_group.size(), device=batch.labels.device)
+        whole = torch.zeros(batch.labels.shape[0] * cp_group.size(), device=batch.labels.device)
         if local is not None:
-            whole[:, batch.row_positions] = local
+            whole[batch.row_positions] = local
             whole = all_reduce_sum(whole, cp_group)
-        whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
+        whole = broadcast_from_last(whole, groups.pp).cpu()
         starts = (batch.host.cu_seqlens[:-1] * cp_group.size()).tolist()
         if recorder is not None:
             for start, (total, _) in zip(starts, sizes, strict=True):
                 recorder.keep(len(recorder.samples), start, total)
         results.append(
             [
-                whole[:, start + total - response - 1 : start + total - 1].squeeze(0).clone()
+                whole[start + total - response - 1 : start + total - 1].clone()
                 for start, (total, response) in zip(starts, sizes, strict=True)
             ]
         )

@@ -1,7 +1,7 @@
 """Gives routers the padding of a micro-batch, and gives their auxiliary losses the value of one rank on the whole step.
 
-Under --router-aux-loss host they keep Megatron's scale, which router_scale.py tells. Under exact, for a step of T tokens without
-padding in B samples, with E experts and k routes a token, scores p and routes f in {0, 1}:
+Under --router-aux-loss host they keep Megatron's scale, which validation/auxiliary_losses.py describes. Under exact, for a step of
+T tokens without padding in B samples, with E experts and k routes a token, scores p and routes f in {0, 1}:
 
     z_loss            c sum_t logsumexp(logits_t)^2 / T
     seq_aux_loss      c E sum_i sum_e (sum_{t in i} f_te) (sum_{t in i} p_te) / (k (T / B)^2 B)
@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,6 @@ from megatron_rl.layout.context_groups import have_same_ranks
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_group
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.megatron.router_scale import RoutedStep, tell_scale
 from megatron_rl.megatron.routing import routers_of
 from megatron_rl.megatron.samples import trained_mtp_layers
 
@@ -54,6 +54,20 @@ _METHODS = {
 NO_BOUNDS_OF_SAMPLES = "Megatron gives its router no bounds of samples, and balances the whole row as one sample"
 # Bare models that were checked at start or at their first forward, and whose lines have been said.
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedStep:
+    """What the losses of routers need to know about the whole step."""
+
+    num_tokens: int  # T
+    num_samples: int  # B
+    num_parts: int  # micro-batches times data-parallel ranks, without context parallelism
+    data_size: int
+    gradient_factor: float
+    """Of a loss whose schedule divides it by num_parts. 1 under the default contract."""
+    schedule_factor: float = 1.0
+    """What the schedule multiplies these losses by, beside the loss scale: cp / micro-batches; 1 under the per-token contract."""
 
 
 def takes_padding_mask(model: nn.Module | type[nn.Module]) -> bool:
@@ -155,18 +169,21 @@ def check_routers(mode: str | None, model: nn.Module, config: TransformerConfig,
             "this depends on the cut of the step into micro-batches, and on nothing else of the layout",
             stacklevel=2,
         )
-    if mode != RouterAuxLoss.EXACT and is_packed and "seq_aux_loss" in losses:
-        warnings.warn(f"--router-aux-loss host: seq_aux_loss with packed rows: {NO_BOUNDS_OF_SAMPLES}", stacklevel=2)
+    if mode != RouterAuxLoss.EXACT and losses:
+        warnings.warn(
+            f"--router-aux-loss host keeps Megatron's scale of {', '.join(losses)}, which depends on the layout: a mean over "
+            "micro-batches and ranks, under --calculate-per-token-loss x routed tokens / response tokens; choose exact for the "
+            "value of one rank on the whole step",
+            stacklevel=2,
+        )
+        if is_packed and "seq_aux_loss" in losses:
+            warnings.warn(f"--router-aux-loss host: seq_aux_loss with packed rows: {NO_BOUNDS_OF_SAMPLES}", stacklevel=2)
 
 
 def prepare_routers(
     mode: str | None, model: nn.Module, config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups
 ) -> None:
-    """Call it before each forward of a training step. Raises ConfigError where exact is asked for and not possible here.
-
-    Communication: under host, before the last forward of a model's first step, one all-gather of [micro-batches, 4] over dp-cp, and
-    one over tp with sequence parallelism, on the first pipeline stage.
-    """
+    """Call it before each forward of a training step. Raises ConfigError where exact is asked for and not possible here."""
     if config.num_moe_experts is None:
         return
     if config.moe_router_enable_expert_bias:
@@ -185,10 +202,8 @@ def prepare_routers(
     if not losses:
         return
     if mode != RouterAuxLoss.EXACT:
-        has_mask = takes_padding_mask(model)
-        if has_mask:
+        if takes_padding_mask(model):
             _divide_by_a_token()
-        tell_scale(losses, model, config, batch, groups, has_mask=has_mask)
         return
     step = _step_of(config, batch, groups)
     for router in routers_of(model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import regularizer_weights, sample_token_weights
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RatioUnit, RouterAuxLoss
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterAuxLoss
 from megatron_rl.errors import DataError
-from megatron_rl.kept_counts import counts_kept_before, other_choices, why_before
-from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_max, all_reduce_sum, group_device
-from megatron_rl.layout.packing import turn_cu_seqlens
+from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import needs_rollout_log_probs
-from megatron_rl.losses import importance_correction
-from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
+from megatron_rl.step_counts import StepTotals, count_step
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -43,10 +39,6 @@ class PolicySample:
     kept_ids: SamplingSupport | None = None  # R rows, what the sampler drew each response token from; None: the whole vocabulary
     kept_mass: Tensor | None = None  # [R] what these ids had of the sampler's softmax; only for metrics
     importance_weights: Tensor | None = None  # [R] factors of the policy term; None: 1
-    old_kl_coefficients: Tensor | None = None  # [R] of a KL penalty towards the old policy; None: 0
-    ratio_unit: str = RatioUnit.ROW  # of which the tokens share a ratio; not row: the micro-batch's documents are such units
-    rollout_id: int | str | None = None  # None: the sample is a rollout
-    rollout_token_count: int | None = None  # unmasked tokens of the rollout; needed by ratio_unit rollout
 
     @property
     def response_length(self) -> int:
@@ -100,63 +92,33 @@ def weigh_samples(
 ) -> tuple[list[PolicySample], StepTotals]:
     """This data-parallel rank's samples of a whole step, each with its weight from the counts of the whole step.
 
-    Under rejected_tokens=dropped the weights are made from counts of the tokens that the correction keeps where
-    kept_counts.counts_kept_before says so; elsewhere the forward step takes what is kept into account. The totals, the token counts
-    and the regularizer weights count all unmasked tokens.
-
     Every dp rank calls it, also one without samples. All samples of a step have a rollout_id, or none has.
-    Communication: the two exchanges of count_step over dp, twice where kept tokens are counted; with importance_ratio_unit=rollout
-    one all-reduce of a number over dp.
-    Raises what count_step and sample_token_weights raise, and DataError on all dp ranks where dropped tokens are not known, and
-    where importance_ratio_unit=rollout meets a rollout whose samples are on several ranks; EmptyStep for a step without an unmasked
-    token, or without a counted one.
+    Communication: the two exchanges of count_step over dp.
+    Raises what count_step and sample_token_weights raise; EmptyStep for a step without an unmasked token.
     """
     masks = [torch.as_tensor(sample.loss_mask) for sample in samples]  # not converted: count_step refuses values other than 0 and 1
-    rollout_ids = rollout_ids_of(samples)
-
-    def count(of_masks: Iterable[Tensor]) -> tuple[StepTotals, Tensor, Tensor | None, RolloutCounts | None]:
-        counted = count_step(
-            of_masks,
-            [sample.prompt_id for sample in samples],
-            groups.dp,
-            samples_per_prompt=config.samples_per_prompt,
-            allow_partial_prompt_groups=config.allow_partial_prompt_groups,
-            rollout_ids=rollout_ids,
-        )
-        # A rank without samples has ids of none, whatever the others have.
-        has_rollouts = counted[0].num_rollouts is not None
-        return (*counted[:3], counted[3] if len(counted) == 4 and has_rollouts else None)
-
-    totals, counts, prompt_counts, rollouts = count(masks)
-    weighed = totals, counts, prompt_counts, rollouts
-    if counts_kept_before(config, totals):
-        if config.off_policy_sequence_delta is not None:
-            raise DataError(
-                f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta} and "
-                f"{totals.rollouts} rollouts of {totals.num_samples} samples: what that drops must be known before the forward "
-                f"pass, {why_before(config)}; choose {other_choices(config, totals)}"
-            )
-        try:  # an error of one rank's masks is raised on all of them
-            weighed = count(kept_masks(config, samples, masks))
-        except DataError as error:
-            raise type(error)(
-                f"rejected_tokens=dropped: among the tokens that the correction keeps, {error}; widen its bounds, or choose "
-                "--rejected-tokens counted"
-            ) from error
+    counted = count_step(
+        masks,
+        [sample.prompt_id for sample in samples],
+        groups.dp,
+        samples_per_prompt=config.samples_per_prompt,
+        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+        rollout_ids=rollout_ids_of(samples),
+    )
+    totals, counts, prompt_counts = counted[:3]
+    # A rank without samples has ids of none, whatever the others have.
+    rollouts = counted[3] if len(counted) == 4 and totals.num_rollouts is not None else None
     weights = sample_token_weights(
         config.loss_aggregation,
-        weighed[1],
-        weighed[0],
-        prompt_token_counts=weighed[2],
+        counts,
+        totals,
+        prompt_token_counts=prompt_counts,
         divisor=config.loss_aggregation_divisor,
-        rollout_token_counts=None if weighed[3] is None else weighed[3].tokens,
-        rows_of_rollout=None if weighed[3] is None else weighed[3].rows,
+        rollout_token_counts=None if rollouts is None else rollouts.tokens,
+        rows_of_rollout=None if rollouts is None else rollouts.rows,
     )
     regularizers = regularizer_weights(counts, totals, None if rollouts is None else rollouts.tokens)
     rows = zip(samples, masks, weights.tolist(), counts.tolist(), regularizers.tolist(), strict=True)
-    unit, of_rollouts = config.importance_ratio_unit, None if rollouts is None else rollouts.tokens.tolist()
-    if unit == RatioUnit.ROLLOUT:
-        _check_rollouts_are_whole(samples, counts.tolist(), of_rollouts, groups.dp)
     has_metrics = config.policy_metrics != PolicyMetrics.NONE
     has_sampler = has_metrics or needs_rollout_log_probs(config)
 
@@ -178,30 +140,9 @@ def weigh_samples(
             routes=_routes_of(sample, place),
             kept_ids=sets_of(sample),
             kept_mass=values(sample.kept_mass) if has_metrics else None,
-            ratio_unit=unit,
-            rollout_id=sample.rollout_id,
-            rollout_token_count=count if of_rollouts is None else of_rollouts[place],
         )
         for place, (sample, mask, weight, count, regularizer) in enumerate(rows)
     ], totals
-
-
-def _check_rollouts_are_whole(
-    samples: Sequence[UnweightedSample], counts: Sequence[int], of_rollouts: Sequence[int] | None, dp_group: Group
-) -> None:
-    here: dict[int | str, int] = {}
-    for sample, count in zip(samples, counts, strict=True):
-        if sample.rollout_id is not None:
-            here[sample.rollout_id] = here.get(sample.rollout_id, 0) + count
-    whole = {} if of_rollouts is None else {s.rollout_id: count for s, count in zip(samples, of_rollouts, strict=True)}
-    cut = [name for name, count in here.items() if whole.get(name, count) != count]
-    if int(all_reduce_max(torch.tensor(len(cut), device=group_device(dp_group)), dp_group)):
-        names = [] if not cut else [f"{place}" for place, sample in enumerate(samples) if sample.rollout_id == cut[0]]
-        own = f"rollout {cut[0]!r} (samples {', '.join(names)} of this rank)" if cut else "a rollout of other ranks"
-        raise DataError(
-            f"importance_ratio_unit=rollout: {own} has samples on several data-parallel ranks, and its one ratio needs them in one "
-            "micro-batch; give the samples of a rollout to one rank, or choose --importance-ratio-unit row"
-        )
 
 
 def rollout_ids_of(samples: Sequence[UnweightedSample]) -> list[int | str] | None:
@@ -276,39 +217,6 @@ def count_further_tokens(
             counts[k - 1] += int(mask[max(0, k + 1 - prompt_length) :].sum())
     of_all = all_reduce_sum(torch.tensor(counts, device=group_device(groups.dp)), groups.dp)
     return tuple(of_all.tolist())
-
-
-def kept_masks(
-    config: PolicyLossConfig, samples: Sequence[UnweightedSample], masks: Sequence[Tensor]
-) -> Iterator[Tensor]:  # [R] bool each
-    """The unmasked tokens of each whole sample that the correction keeps."""
-    unit, kept = config.importance_ratio_unit, [*masks]
-    together: dict[object, list[int]] = {}
-    for place, sample in enumerate(samples):
-        is_alone = unit != RatioUnit.ROLLOUT or sample.rollout_id is None
-        together.setdefault((None, place) if is_alone else sample.rollout_id, []).append(place)
-    for places in together.values():
-        mask = torch.cat([masks[place] for place in places]).bool()
-        bounds = torch.tensor([0, mask.numel()], dtype=torch.int32)
-        correction, _ = importance_correction(
-            CorrectionSettings.of(config),
-            torch.cat([_given_for_dropped(config, samples[place].old_log_probs, "old_log_probs") for place in places]),
-            torch.cat([_given_for_dropped(config, samples[place].rollout_log_probs, "rollout_log_probs") for place in places]),
-            mask,
-            turn_cu_seqlens(mask, bounds)[0] if unit == RatioUnit.TURN else bounds,
-        )
-        for place, found in zip(places, correction.is_kept.split([masks[place].numel() for place in places]), strict=True):
-            kept[place] = found
-    yield from kept
-
-
-def _given_for_dropped(config: PolicyLossConfig, values: Sequence[float] | Tensor | None, name: str) -> Tensor:
-    if values is None:
-        raise DataError(
-            f"rejected_tokens=dropped with loss_aggregation={config.loss_aggregation} needs {name} of each sample before the step, "
-            f"{why_before(config)}; give them, or choose --rejected-tokens counted"
-        )
-    return torch.as_tensor(values)
 
 
 class RouteShape(NamedTuple):

@@ -2,20 +2,18 @@
 
 A statistic is a sum, a minimum or a maximum over tokens. It is combined over micro-batches, cp and dp ranks in any order. The
 division by the row's normaliser comes last, once, so that no mean is taken of means. Means are over the samples with at least one
-unmasked token, with equal weight, so that a healthy step 0 has ratio 1 under any mask. docs/metrics.md is written from these rows
-and from those of further.py.
+unmasked token, with equal weight, so that a healthy step 0 has ratio 1 under any mask. docs/metrics.md says what each row means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import DataError
 from megatron_rl.ops.ratios import k3_estimate
 
 
@@ -49,7 +47,7 @@ class TokenValues:
     entropy: Tensor | None  # None: not computed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A row: the statistic `name`, and the metric `policy/<name>` that is made from it."""
 
@@ -65,162 +63,43 @@ class Metric:
     """A count. Where it is 0 the step had no such input, and the metric is left out."""
     is_reported: bool = True
     """False: it is no metric; other rows are divided by it."""
-    unit: str = ""
-    formula: str = ""
-    healthy: str = ""
-    """What a healthy run shows."""
 
 
-def sample_mean(
-    name: str,
-    value: Callable[..., Tensor | None],
-    *,
-    normaliser: str = "num_samples",
-    unit: str,
-    formula: str,
-    healthy: str,
-) -> Metric:
+def sample_mean(name: str, value: Callable[..., Tensor | None], normaliser: str = "num_samples") -> Metric:
     """The mean over samples of the mean over a sample's tokens."""
     present_with = None if normaliser == "num_samples" else normaliser
-    return Metric(
-        name=name, value=value, normaliser=normaliser, present_with=present_with, unit=unit, formula=formula, healthy=healthy
-    )
+    return Metric(name, value, normaliser=normaliser, present_with=present_with)
 
 
 def count(name: str, value: Callable[..., Tensor | None], weight: Weight = Weight.TOKEN) -> Metric:
     """A statistic that other rows are divided by."""
-    return Metric(name=name, value=value, weight=weight, is_reported=False)
+    return Metric(name, value, weight=weight, is_reported=False)
 
 
-# The rows that metric_sums_kernel of losses/reduce_triton.py computes too. Its columns are in this order.
-KERNEL_METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="num_documents",
-        value=lambda tokens: None,  # policy_statistics fills it in: it counts documents, not tokens
-        unit="count",
-        formula="documents that the loss saw, fully masked ones included",
-        healthy="`num_samples`",
-    ),
-    # Documents with at least one unmasked token.
-    count("num_samples", lambda tokens: torch.ones_like(tokens.log_probs), Weight.SAMPLE_SHARE),
-    Metric(
-        name="num_tokens",
-        value=lambda tokens: torch.ones_like(tokens.log_probs),
-        weight=Weight.TOKEN,
-        unit="count",
-        formula="unmasked tokens that the loss saw",
-        healthy="`num_tokens`",
-    ),
-    # Tokens for a token-level loss, samples for a sequence-level one.
-    count("num_ratios", lambda tokens: torch.ones_like(tokens.log_probs), Weight.RATIO),
-    Metric(
-        name="ratio_new_old_sum",
-        value=lambda tokens: tokens.ratios,
-        weight=Weight.RATIO,
-        unit="ratio",
-        formula="sum of rho_t over tokens, of s_i over samples",
-        healthy="the number of tokens (samples) at a first step",
-    ),
-    Metric(
-        name="ratio_new_old_squared_sum",
-        value=lambda tokens: tokens.ratios.double().square(),
-        weight=Weight.RATIO,
-        unit="ratio",
-        formula="sum of rho_t^2 over tokens, of s_i^2 over samples",
-        healthy="the number of tokens (samples) at a first step",
-    ),
-    sample_mean(
-        "old_logprobs",
-        lambda tokens: tokens.old_log_probs,
-        unit="nats",
-        formula="mean of the old log-probability of the token taken; of dppo the rollout's",
-        healthy="equal to the new one at a first step",
-    ),
-    sample_mean(
-        "new_logprobs",
-        lambda tokens: tokens.log_probs,
-        unit="nats",
-        formula="mean of the policy's log-probability of the token taken",
-        healthy="goes towards 0 when the policy becomes sure",
-    ),
-    sample_mean(
-        "ratio_new_old",
-        lambda tokens: tokens.ratios,
-        unit="ratio",
-        formula="mean of rho_t (token level), s_i (sequence level)",
-        healthy="1 at a first step, to 1e-5 where trainer and sampler are one engine; near 1 later",
-    ),
-    sample_mean(
-        "kl_new_old",
-        lambda tokens: k3_estimate(tokens.old_log_probs, tokens.log_probs)[0],
-        unit="nats per token",
-        formula="mean of rho_t - 1 - ln rho_t, for GSPO too: KL(old, new) estimated token by token on the old policy's samples; "
-        "of dppo KL(rollout, new)",
-        healthy="0 at a first step; later 1e-1 falling to 1e-4",
-    ),
-    sample_mean(
-        "clipped_ratio_fraction",
-        lambda tokens: tokens.is_clipped,
-        unit="0 to 1",
-        formula="mean of [the loss says that the token is clipped]; for GRPO and GSPO: the derivative is 0 and A is not, so the "
-        "clip keeps the token from learning",
-        healthy="0 at a first step; later a few per cent with GRPO, half and more with GSPO at its published clip",
-    ),
-    sample_mean(
-        "clipped_low",
-        lambda tokens: tokens.is_clipped & (tokens.advantages < 0),
-        unit="0 to 1",
-        formula="its part with A < 0",
-        healthy="above 0; if it is 0 and `clipped_high` is not, the clip never acts on this side",
-    ),
-    sample_mean(
-        "clipped_high",
-        lambda tokens: tokens.is_clipped & (tokens.advantages > 0),
-        unit="0 to 1",
-        formula="its part with A > 0",
-        healthy="as `clipped_low`",
-    ),
-    sample_mean(
-        "advantage",
-        lambda tokens: tokens.advantages,
-        unit="reward",
-        formula="mean of A",
-        healthy="0 with group-relative advantages and whole groups",
-    ),
-    sample_mean(
-        "entropy",
-        lambda tokens: tokens.entropy,
-        unit="nats",
-        formula="with `with_entropy`: mean of -sum_v p_v ln p_v over the vocabulary, or the kept ids (`--entropy-score`)",
-        healthy="falls slowly; 0 early in a run means that sampling has collapsed",
-    ),
-    Metric(
-        name="max_advantage",
-        value=lambda tokens: tokens.advantages,
-        reduction=Reduction.MAX,
-        unit="reward",
-        formula="largest A of an unmasked token",
-        healthy="above 0; 0 if all samples of each group have the same reward",
-    ),
-    Metric(
-        name="min_advantage",
-        value=lambda tokens: tokens.advantages,
-        reduction=Reduction.MIN,
-        unit="reward",
-        formula="smallest A of an unmasked token",
-        healthy="below 0",
-    ),
+def _ones(tokens: TokenValues) -> Tensor:
+    return torch.ones_like(tokens.log_probs)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("num_documents", lambda tokens: None),  # policy_statistics fills it in: it counts documents, not tokens
+    count("num_samples", _ones, Weight.SAMPLE_SHARE),  # with at least one unmasked token
+    Metric("num_tokens", _ones, weight=Weight.TOKEN),
+    count("num_ratios", _ones, Weight.RATIO),  # tokens for a token-level loss, samples for a sequence-level one
+    Metric("ratio_new_old_sum", lambda tokens: tokens.ratios, weight=Weight.RATIO),
+    Metric("ratio_new_old_squared_sum", lambda tokens: tokens.ratios.double().square(), weight=Weight.RATIO),
+    sample_mean("old_logprobs", lambda tokens: tokens.old_log_probs),
+    sample_mean("new_logprobs", lambda tokens: tokens.log_probs),
+    sample_mean("ratio_new_old", lambda tokens: tokens.ratios),
+    sample_mean("kl_new_old", lambda tokens: k3_estimate(tokens.old_log_probs, tokens.log_probs)[0]),
+    sample_mean("clipped_ratio_fraction", lambda tokens: tokens.is_clipped),
+    sample_mean("clipped_low", lambda tokens: tokens.is_clipped & (tokens.advantages < 0)),
+    sample_mean("clipped_high", lambda tokens: tokens.is_clipped & (tokens.advantages > 0)),
+    sample_mean("advantage", lambda tokens: tokens.advantages),
+    sample_mean("entropy", lambda tokens: tokens.entropy),
+    Metric("max_advantage", lambda tokens: tokens.advantages, Reduction.MAX),
+    Metric("min_advantage", lambda tokens: tokens.advantages, Reduction.MIN),
 )
-# A row that is no part of KERNEL_METRICS is computed in torch, beside the kernels too.
-METRICS: tuple[Metric, ...] = KERNEL_METRICS
-EFFECTIVE_SAMPLE_SIZE = Metric(  # made from three statistics at the end
-    name="effective_sample_size",
-    value=lambda tokens: None,
-    normaliser="num_ratios",
-    unit="0 to 1",
-    formula="(sum r)^2 / (n sum r^2), n tokens for GRPO, samples for GSPO",
-    healthy="1 at a first step; later above 0.9 but for the first few rollouts",
-)
+EFFECTIVE_SAMPLE_SIZE = "effective_sample_size"  # made from three statistics at the end
 STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in METRICS}
 NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
 
@@ -229,18 +108,12 @@ NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
 class PolicyStatistics:
     """The statistics of one micro-batch, rank or step."""
 
-    values: Tensor  # [len(STATISTICS) + len(custom)] float64, in the order of METRICS and then of custom
+    values: Tensor  # [len(STATISTICS)] float64, in the order of METRICS
     has_entropy: bool
-    custom: tuple[Metric, ...] = ()  # a user's rows
     rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
     correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
     support: Tensor | None = None  # [len(SUPPORT_STATISTICS)] float64; None: the sampler keeps all ids
     has_mass: bool = False  # whether support has the kept mass
-
-    @property
-    def rows(self) -> tuple[Metric, ...]:
-        """The rows of `values`."""
-        return (*METRICS, *self.custom)
 
 
 def policy_statistics(
@@ -251,49 +124,42 @@ def policy_statistics(
     num_documents: int,
     is_sequence_level: bool,
     cp_rank: int,
-    custom: tuple[Metric, ...] = (),
 ) -> PolicyStatistics:
     """This rank's share of the step's statistics. No communication, no synchronisation.
 
     Every cp rank has all documents, so only cp rank 0 counts them. Every other statistic is over this rank's tokens.
-    custom: rows beside METRICS. Raises DataError for a value of theirs that is no vector of [T].
     """
+    weights = token_weights(loss_mask, counts)
+    weights[Weight.RATIO] = weights[Weight.SAMPLE_SHARE if is_sequence_level else Weight.TOKEN]
+    values = over_tokens(METRICS, [metric.value(tokens) for metric in METRICS], loss_mask, weights)
+    values[NUM_DOCUMENTS] = num_documents if cp_rank == 0 else 0
+    return PolicyStatistics(values, tokens.entropy is not None)
+
+
+def token_weights(loss_mask: Tensor, counts: Tensor) -> dict[Weight, Tensor]:  # [T] bool, [T] -> [T] float64 each
     share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
-    live = loss_mask.double()
-    weights = {Weight.SAMPLE_SHARE: share, Weight.TOKEN: live, Weight.RATIO: share if is_sequence_level else live}
-    values = [over_tokens(metric, metric.value(tokens), loss_mask, weights[metric.weight]) for metric in METRICS]
-    values[NUM_DOCUMENTS] = share.new_full((), num_documents if cp_rank == 0 else 0)
-    for metric in custom:
-        found = metric.value(tokens)
-        check_values(metric, found, loss_mask)
-        values.append(over_tokens(metric, found, loss_mask, weights[metric.weight]))
-    return PolicyStatistics(torch.stack(values), tokens.entropy is not None, custom)
+    return {Weight.SAMPLE_SHARE: share, Weight.TOKEN: loss_mask.double()}
 
 
-def check_values(metric: Metric, values: object, loss_mask: Tensor) -> None:
-    """Raises DataError unless the values are a vector beside loss_mask, [T] real numbers or bool, or None: not there."""
-    if values is None:
-        return
-    found = type(values).__name__
-    if isinstance(values, Tensor):
-        if values.shape == loss_mask.shape and values.device == loss_mask.device and not values.is_complex():
-            return
-        found = f"{tuple(values.shape)} {values.dtype} on {values.device}"
-    raise DataError(
-        f"policy metric {metric.name!r} returned {found}: its value must be {tuple(loss_mask.shape)} real numbers or bool on "
-        f"{loss_mask.device}, one for each token; the package weighs them and adds them up"
-    )
-
-
-def over_tokens(metric: Metric, values: Tensor | None, loss_mask: Tensor, weights: Tensor) -> Tensor:  # 0-d float64
-    neutral = NEUTRAL[metric.reduction]
-    if values is None or not values.numel():
-        return weights.new_full((), neutral)
-    if metric.reduction == Reduction.SUM:
-        return masked_sum(values, loss_mask, weights)
-    live = torch.where(loss_mask, values, neutral)
-    return (live.max() if metric.reduction == Reduction.MAX else live.min()).double()
-
-
-def masked_sum(values: Tensor, loss_mask: Tensor, share: Tensor) -> Tensor:
-    return (torch.where(loss_mask, values, 0).double() * share).sum()
+def over_tokens(
+    rows: Sequence[Metric],
+    values: Sequence[Tensor | None],  # [T] each; None: its inputs are missing
+    loss_mask: Tensor,  # [T] bool
+    weights: Mapping[Weight, Tensor],  # [T] float64
+) -> Tensor:  # [rows] float64
+    """The statistic of each row. Rows of one reduction are one tensor, so that a device has few kernels to launch."""
+    found: dict[int, Tensor] = {}
+    for kind in Reduction:
+        present = [(place, value) for place, value in enumerate(values) if rows[place].reduction == kind and value is not None]
+        if not present or not loss_mask.numel():
+            continue
+        stacked = torch.stack([value.double() for _, value in present])
+        live = torch.where(loss_mask, stacked, NEUTRAL[kind])
+        if kind == Reduction.SUM:
+            reduced = (live * torch.stack([weights[rows[place].weight] for place, _ in present])).sum(1)
+        else:
+            reduced = live.amax(1) if kind == Reduction.MAX else live.amin(1)
+        found |= zip((place for place, _ in present), reduced.unbind(), strict=True)
+    for place in set(range(len(rows))) - set(found):
+        found[place] = weights[Weight.TOKEN].new_full((), NEUTRAL[rows[place].reduction])
+    return torch.stack([found[place] for place in range(len(rows))])

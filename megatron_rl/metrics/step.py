@@ -17,7 +17,7 @@ from megatron_rl.metrics.further import (
     SUPPORT_METRICS,
     SUPPORT_STATISTICS,
 )
-from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, NEUTRAL, STATISTICS, Metric, PolicyStatistics, Reduction
+from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS, NEUTRAL, STATISTICS, Metric, PolicyStatistics, Reduction
 
 
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
@@ -25,9 +25,8 @@ def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
     tables = {"rollout": ROLLOUT_STATISTICS, "correction": CORRECTION_STATISTICS, "support": SUPPORT_STATISTICS}
     found = {name: [getattr(part, name) for part in parts if getattr(part, name) is not None] for name in tables}
     return PolicyStatistics(
-        combined(torch.stack([part.values for part in parts]), _kinds(parts[0])),
+        combined(torch.stack([part.values for part in parts]), STATISTICS),
         parts[0].has_entropy,
-        parts[0].custom,
         has_mass=parts[0].has_mass,
         **{name: combined(torch.stack(rows), tables[name]) for name, rows in found.items() if rows},
     )
@@ -39,30 +38,27 @@ def combined(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K]
     return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])
 
 
-def neutral_statistics(*, has_entropy: bool, custom: tuple[Metric, ...] = ()) -> PolicyStatistics:
+def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
     """The statistics of a rank without a micro-batch."""
-    kinds = STATISTICS | {row.name: row.reduction for row in custom}
-    return PolicyStatistics(_neutral(kinds, torch.device("cpu")), has_entropy, custom)
+    return PolicyStatistics(_neutral(STATISTICS, torch.device("cpu")), has_entropy)
 
 
-def reduce_statistics(
-    local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool, custom: tuple[Metric, ...] = ()
-) -> PolicyStatistics:
+def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
     """The statistics of the whole step, on every rank's CPU. `local` is None on a rank without a loss, as on pipeline stages before
-    the last. custom: the losses' custom_metrics.
+    the last.
 
     Communication: one all-gather of [K] float64 over dp-cp on the last stage, and one broadcast of the result over pp; none over
     tp, because its ranks hold the same numbers. Synchronises once.
     """
-    local = neutral_statistics(has_entropy=has_entropy, custom=custom) if local is None else local
-    tables = (_kinds(local), ROLLOUT_STATISTICS, CORRECTION_STATISTICS, SUPPORT_STATISTICS)
+    local = neutral_statistics(has_entropy=has_entropy) if local is None else local
+    tables = (STATISTICS, ROLLOUT_STATISTICS, CORRECTION_STATISTICS, SUPPORT_STATISTICS)
     device = group_device(groups.dp_cp)
     parts = zip((local.values, local.rollout, local.correction, local.support), tables, strict=True)
     values = torch.cat([_neutral(kinds, device) if part is None else part.to(device) for part, kinds in parts])
     if groups.pp.rank() == groups.pp.size() - 1:
         values = combined(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
     values, *others = broadcast_from_last(values, groups.pp).cpu().split([len(kinds) for kinds in tables])
-    return PolicyStatistics(values, has_entropy, local.custom, *others)
+    return PolicyStatistics(values, has_entropy, *others)
 
 
 def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
@@ -70,18 +66,18 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
 
     policy/effective_sample_size is that of the ratios, policy/correction_effective_sample_size that of a correction's factors.
     """
-    known = dict(zip(_kinds(statistics), statistics.values.tolist(), strict=True))
+    known = dict(zip(STATISTICS, statistics.values.tolist(), strict=True))
     if known["num_tokens"] == 0:
         return {}
-    metrics = _finished(statistics.rows, known, statistics.has_entropy)
+    metrics = _finished(METRICS, known, statistics.has_entropy)
     of_ratios = (known["ratio_new_old_sum"], known["ratio_new_old_squared_sum"], known["num_ratios"])
-    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE.name}"] = _effective_sample_size(*of_ratios)
+    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE}"] = _effective_sample_size(*of_ratios)
     if statistics.correction is not None:
         known = dict(zip(CORRECTION_STATISTICS, statistics.correction.tolist(), strict=True))
         metrics |= _finished(CORRECTION_METRICS, known, statistics.has_entropy)
         if known["num_corrected_tokens"]:
             of_weights = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
-            metrics[f"policy/{CORRECTION_SAMPLE_SIZE.name}"] = _effective_sample_size(*of_weights)
+            metrics[f"policy/{CORRECTION_SAMPLE_SIZE}"] = _effective_sample_size(*of_weights)
     for rows, found in ((ROLLOUT_METRICS, statistics.rollout), (SUPPORT_METRICS, statistics.support)):
         if found is not None:
             known = dict(zip((row.name for row in rows), found.tolist(), strict=True))
@@ -106,16 +102,13 @@ def _is_reported(row: Metric, has_entropy: bool) -> bool:
     return row.is_reported and (has_entropy or row.name != "entropy")
 
 
-def step_metrics(
-    parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, has_entropy: bool, custom: tuple[Metric, ...] = ()
-) -> dict[str, float]:
-    """The metrics of the step, on every rank. `parts` has one entry for each micro-batch of this rank that had a loss. custom: the
-    losses' custom_metrics.
+def step_metrics(parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, has_entropy: bool) -> dict[str, float]:
+    """The metrics of the step, on every rank. `parts` has one entry for each micro-batch of this rank that had a loss.
 
     Communication: that of reduce_statistics. Synchronises once.
     """
     local = combine_statistics(parts) if parts else None
-    return finalise_metrics(reduce_statistics(local, groups, has_entropy=has_entropy, custom=custom))
+    return finalise_metrics(reduce_statistics(local, groups, has_entropy=has_entropy))
 
 
 def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tensor]:  # name -> [2] float32
@@ -125,7 +118,7 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     num_parts: micro-batches times dp-cp ranks; the denominator of a plain sum is 1 / num_parts. Minima, maxima and the effective
     sample size are no such quotients and are left out: step_metrics has them.
     """
-    values, rows = dict(zip(_kinds(statistics), statistics.values.unbind(), strict=True)), statistics.rows
+    values, rows = dict(zip(STATISTICS, statistics.values.unbind(), strict=True)), METRICS
     if statistics.correction is not None:
         values |= dict(zip(CORRECTION_STATISTICS, statistics.correction.unbind(), strict=True))
         rows = (*rows, *CORRECTION_METRICS)
@@ -140,11 +133,6 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     }
     stacked = torch.stack([value for pair in pairs.values() for value in pair]).float().view(-1, 2)
     return dict(zip(pairs, stacked.unbind(), strict=True))
-
-
-def _kinds(statistics: PolicyStatistics) -> dict[str, Reduction]:
-    """Of `values`."""
-    return {row.name: row.reduction for row in statistics.rows}
 
 
 def _neutral(kinds: dict[str, Reduction], device: torch.device) -> Tensor:

@@ -251,7 +251,6 @@ def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k <
         labels=chunk.labels[order],
         logits=chunk.logits[:num_kept],
         result=_take_rows(chunk.result, order),
-        unit_scales=None if chunk.unit_scales is None else chunk.unit_scales[order],
         divisors=None if chunk.divisors is None else chunk.divisors[order],
     )
     return kept_chunk, order
@@ -335,9 +334,7 @@ def _logits_gradient(
 ) -> tuple[Tensor, Tensor | None]:  # [n, V_tp], and [n, 1] that rows of both products get, or None
     """Each row is rounded once more where c comes after the product: c (G W) and c X in 16 bits, in the place of c G."""
     if chunk.is_unit_gradient:
-        scales = chunk.unit_scales if c is None or chunk.unit_scales is None else c * chunk.unit_scales
-        scales = c if scales is None else scales
-        return chunk.logits, None if scales is None else scales[:, None]
+        return chunk.logits, None if c is None else c[:, None]
     result, kernels = chunk.result, head.kernels
     c = torch.ones_like(result.total) if c is None else c
     if chunk.divisors is not None:

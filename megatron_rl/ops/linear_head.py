@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import Agreement, Group, all_gather_stack
 from megatron_rl.ops.backends import resolve_backend, why_triton_is_missing
 from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, warn_of_small_chunks
@@ -35,9 +34,6 @@ from megatron_rl.ops.log_probs import (
 )
 from megatron_rl.ops.log_probs_torch import RowKernels, RowResult, VocabShard, keeps_exponentials
 
-# scaled_exp leaves numbers up to 1 / p_y. Below this log-probability they would come near the ends of bfloat16's range: 1 / p_y
-# near e^88, a coefficient times p_y near e^-87.
-LEAST_LOG_PROB = -60.0
 # Size limit for a temporary product when the matmul cannot write into its output: 8192 columns at H = 4096, which fill any device.
 TEMPORARY_BYTES = 128 * 1024**2
 # On a CPU: a block and its float32 operands stay in a cache.
@@ -298,7 +294,6 @@ class HeadOptions:
     backend: str
     sequence_parallel: bool
     fp32_logits: bool
-    scaled_exp: bool = False
     entropy_of_kept: bool = False  # with sampling_support: over the kept ids, and not over the vocabulary
 
 
@@ -322,8 +317,7 @@ class LinearHead:
 class Chunk:
     """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of a buffer of the head.
 
-    The forward pass may leave something else there: G = (delta - p) / temperature, G without a factor of each row (scaled_exp), or
-    the e^z of row_results_keeping.
+    The forward pass may leave something else there: G = (delta - p) / temperature, or the e^z of row_results_keeping.
     """
 
     rows: slice | Tensor  # [n] row numbers in [0, T)
@@ -331,8 +325,7 @@ class Chunk:
     labels: Tensor  # [n]
     logits: Tensor  # [n, V_tp]
     result: RowResult  # [n] each
-    is_unit_gradient: bool = False  # but for unit_scales
-    unit_scales: Tensor | None = None  # [n]; None: 1
+    is_unit_gradient: bool = False
     divisors: Tensor | None = None  # [n] of e^z, where `logits` holds e^z
 
 
@@ -365,27 +358,8 @@ def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOpti
         raise DataError(f"labels are on {labels.device} and hidden on {hidden.device}: move them with .to(hidden.device)")
     check_temperature(options.temperature)
     vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group)
-    backend = resolve_backend(options.backend, weight)
-    if options.scaled_exp:
-        check_scaled_exp(hidden, weight, options.tp_group, backend)
+    resolve_backend(options.backend, weight)
     return num_tokens
-
-
-def check_scaled_exp(hidden: Tensor, weight: Tensor, tp_group: Group, backend: Backend) -> None:
-    """Raises ConfigError where the kernel of scaled_exp cannot run."""
-    reasons = {
-        "needs backend='triton'": backend != Backend.TRITON,
-        f"takes bfloat16 and float32, not {weight.dtype}": weight.dtype not in (torch.bfloat16, torch.float32),
-        f"needs the whole vocabulary on a rank, not one of {tp_group.size()} shards": tp_group.size() > 1,
-        f"needs rows of a multiple of 16 bytes, not hidden size {hidden.shape[1]} and {weight.shape[0]} columns": any(
-            size * weight.itemsize % 16 for size in (hidden.shape[1], weight.shape[0])
-        ),
-        "needs operands whose rows are adjacent and begin at multiples of 16 bytes": not all(
-            matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 for matrix in (hidden, weight)
-        ),
-    }
-    if problem := next((text for text, is_found in reasons.items() if is_found), None):
-        raise ConfigError(f"scaled_exp=True {problem}; leave it out")
 
 
 def compare_heads(
@@ -403,7 +377,7 @@ def compare_heads(
     loss_mask = None if loss_mask is None else loss_mask.to(labels.device)
     compare_log_prob_inputs(agreement, hidden, labels, loss_mask, options.temperature, options.vocab_size)
     agreement.add("shape of weight", str(list(weight.shape)))
-    for name in ("with_entropy", "backend", "sequence_parallel", "fp32_logits", "scaled_exp"):
+    for name in ("with_entropy", "backend", "sequence_parallel", "fp32_logits"):
         agreement.add(name, getattr(options, name))
     agreement.add("max_logits_bytes", max_logits_bytes)
 
@@ -475,12 +449,6 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
     hidden, labels = chunk_operands(head, rows)
     options, kernels, n = head.options, head.kernels, labels.numel()
     result, is_unit_gradient, divisors = None, False, None
-    if leaves_gradient and options.scaled_exp:
-        found = _scaled_exp(head, hidden, labels)
-        if found is not None:
-            result, scales = found
-            keep_results(head, rows, result)
-            return Chunk(rows, hidden, labels, head.gradient[:n], result, is_unit_gradient=True, unit_scales=scales)
     logits = chunk_logits(head, hidden)
     if leaves_gradient and kernels.unit_gradient is not None and options.tp_group.size() == 1:
         out = head.gradient[:n]
@@ -493,20 +461,6 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
         result = kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
     keep_results(head, rows, result)
     return Chunk(rows, hidden, labels, logits, result, is_unit_gradient, divisors=divisors)
-
-
-def _scaled_exp(head: LinearHead, hidden: Tensor, labels: Tensor) -> tuple[RowResult, Tensor] | None:
-    """The product, its exponentials and what they lack to G, [n]; one look at a value. None: this chunk needs its logits, because
-    a number is not finite or far away from the label's."""
-    assert head.kernels.scaled_exp is not None
-    out, options = head.gradient[: labels.numel()], head.options
-    rounds_logits = head.logits.dtype == out.dtype
-    result, scales = head.kernels.scaled_exp(
-        hidden, head.weight, labels, head.shard, with_entropy=options.with_entropy, rounds_logits=rounds_logits, out=out
-    )
-    # A total of 0: the rounded shift was far above the label's logit, and the log-probability would be +inf.
-    is_near = torch.minimum(result.log_probs, result.total.log()) > LEAST_LOG_PROB
-    return (result, scales) if bool(is_near.all()) else None
 
 
 def keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> None:

@@ -236,7 +236,6 @@ def row_kernels(backend: Backend) -> RowKernels:
         row_results_triton,
         row_statistics_triton,
     )
-    from megatron_rl.ops.scaled_exp_triton import scaled_exp
     from megatron_rl.ops.unit_gradient_triton import unit_gradient
 
     return RowKernels(
@@ -245,7 +244,6 @@ def row_kernels(backend: Backend) -> RowKernels:
         row_statistics_triton,
         merge_shards_triton,
         unit_gradient=unit_gradient,
-        scaled_exp=scaled_exp,
     )
 
 

@@ -67,7 +67,6 @@ class RowKernels:
 
     Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
 
-    scaled_exp: the product and its exponentials in one kernel (ops/scaled_exp_triton.py). For one shard. None: never.
     """
 
     forward: Callable[..., RowResult]
@@ -77,7 +76,6 @@ class RowKernels:
     keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
     gradient_of_kept: Callable[..., Tensor] | None = None
     unit_gradient: Callable[..., RowResult | None] | None = None
-    scaled_exp: Callable[..., tuple[RowResult, Tensor]] | None = None
 
 
 def row_statistics_reference(

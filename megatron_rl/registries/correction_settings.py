@@ -26,9 +26,6 @@ class CorrectionSettings:
     module.function; it makes the factor of a token's part of the loss from w and the bounds [low, high].
     sequence_delta: besides, samples of negative advantage whose mean log(rollout / trained probability) exceeds it are dropped
     (OPSM, DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Bounds are inclusive. Weights are constants for the gradient.
-    keeps_sample_weight: the tokens of a sample that are kept share its whole weight: token_weights_i is multiplied by
-    m_i / m_i^kept, with m_i^kept its tokens that are kept, over all cp ranks. A sample that loses all of them has weight 0. It is
-    for weights that fall as 1 / m_i, as those of sample_mean.
 
     >>> CorrectionSettings(kind="tis").bounds
     (0.0, 2.0)
@@ -41,7 +38,6 @@ class CorrectionSettings:
     low: float | None = None
     high: float | None = None
     sequence_delta: float | None = None
-    keeps_sample_weight: bool = False
 
     @classmethod
     def of(cls, config: PolicyLossConfig) -> CorrectionSettings:
@@ -70,7 +66,7 @@ class CorrectionSettings:
     @property
     def needs_sums(self) -> bool:
         """Whether a criterion or a weight is made from a sum over the sample, which context-parallel ranks add up."""
-        return self.sequence_delta is not None or self.is_of_sequence or self.keeps_sample_weight
+        return self.sequence_delta is not None or self.is_of_sequence
 
     @property
     def is_of_sequence(self) -> bool:
@@ -82,8 +78,6 @@ class CorrectionSettings:
         needed = {
             "old_to_rollout": self.is_of_sequence,
             "rollout_to_trained": self.sequence_delta is not None,
-            "kept": self.keeps_sample_weight,
-            "kept_negative": self.keeps_sample_weight and self.sequence_delta is not None,
         }
         return tuple(name for name, is_needed in needed.items() if is_needed)
 

@@ -42,7 +42,6 @@ class CorrectionKind:
     levels: tuple[str, ...]
     required_bounds: tuple[str, ...]
     published_bounds: Mapping[str, tuple[float, float]] = field(hash=False)
-    drops_tokens: bool
     weigh_tokens: Callable[..., Any] | None
 
 
@@ -55,7 +54,6 @@ def register_correction(
     levels: tuple[str, ...] = tuple(CorrectionLevel),
     required_bounds: tuple[str, ...] = BOUNDS,
     published_bounds: Mapping[str, tuple[float, float]] | None = None,
-    drops_tokens: bool = False,
     weigh_tokens: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: registers a function as the importance correction `name`. The package knows nothing else of it.
@@ -69,7 +67,6 @@ def register_correction(
     levels: where it acts, of CorrectionLevel.
     published_bounds: level -> (low, high), taken where a flag is not given.
     required_bounds: of "low" and "high", those that must be given at a level without published ones. Else low is 0, high inf.
-    drops_tokens: whether it drops something, so that --rejected-tokens dropped has an effect.
     weigh_tokens: fn(ratios [T]) -> weights [T]: at a level of samples each token has this factor besides. None: it has none.
     Raises ConfigError when another function has the name, or when the declaration or a signature is wrong.
     """
@@ -101,7 +98,6 @@ def register_correction(
                 levels=tuple(map(str, levels)),
                 required_bounds=required_bounds,
                 published_bounds=published,
-                drops_tokens=drops_tokens,
                 weigh_tokens=weigh_tokens,
             ),
         )

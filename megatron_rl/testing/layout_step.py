@@ -5,7 +5,6 @@ No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import NO_SELECTION, PolicyLossConfig, RatioUnit
-from megatron_rl.errors import DataError
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.context_groups import make_context_groups
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
@@ -36,8 +34,6 @@ from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, h
 from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
-from megatron_rl.megatron.step_selection import select_step_tokens
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 
 if TYPE_CHECKING:
@@ -154,8 +150,6 @@ class StepSample:
     kept_ids: list[list[int]] | None = None
     kept_mass: list[float] | None = None
     rollout_id: str | None = None
-    scores: list[tuple[float, float]] | None = None
-    """(log-probability, entropy) of each response token by the policy before the step; only a token selection reads them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,8 +270,7 @@ class LayoutModel:
         if policy_config.policy_metrics != "none":
             has_entropy = policy_config.policy_metrics == "with_entropy"
             statistics = [report.statistics for report in reports if report.statistics is not None]
-            custom = named_metrics(policy_config.custom_policy_metrics)
-            metrics = step_metrics(statistics, groups, has_entropy=has_entropy, custom=custom)
+            metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
             if self.tiny.expert_options.get("num_moe_experts"):
                 metrics |= forward_step.route_checker.metrics(groups)
         return RankStep(float(broadcast_from_last(loss, groups.pp)), gradients, float(norm), metrics, reported)
@@ -307,26 +300,14 @@ def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGro
     return {name: float(pair[0] / pair[1]) for name, pair in zip(names, pairs, strict=True)}
 
 
-def samples_of(
-    layout: Layout, groups: ParallelGroups, microbatch: int, num_samples: int, units: Sequence[Sequence[int]] | None = None
-) -> list[int]:
+def samples_of(layout: Layout, groups: ParallelGroups, microbatch: int, num_samples: int) -> range:
     """The numbers of this rank's samples in a micro-batch. Ranks and micro-batches take the step's samples in turn, so both split
-    prompt groups. units: the numbers of samples that stay together; None: each is alone."""
-    units = [[number] for number in range(num_samples)] if units is None else units
+    prompt groups."""
     if not layout.context_sizes:
-        return [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches])]
+        return range(num_samples)[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches]
     size = layout.context_of(microbatch)
     number, num_groups = groups.dp_cp.rank() // size, groups.dp_cp.size() // size
-    return [*itertools.chain(*units[microbatch :: layout.num_microbatches][number::num_groups])]
-
-
-def units_of(policy_config: PolicyLossConfig, step: Sequence[StepSample]) -> list[list[int]]:
-    """The numbers of the samples that stay together: those of a rollout, where it has one ratio; else each sample by itself."""
-    together: dict[object, list[int]] = {}
-    for number, sample in enumerate(step):
-        is_alone = policy_config.importance_ratio_unit != RatioUnit.ROLLOUT or sample.rollout_id is None
-        together.setdefault((None, number) if is_alone else sample.rollout_id, []).append(number)
-    return list(together.values())
+    return range(num_samples)[microbatch :: layout.num_microbatches][number::num_groups]
 
 
 def make_step_batches(
@@ -340,25 +321,15 @@ def make_step_batches(
     """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
     without them has them, and then moved. model_config: of a model with multi-token prediction.
     Communication: that of weigh_samples, and an all-reduce over dp-cp for the shape of the rows."""
-    units = units_of(policy_config, step)
-    numbers = [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()])]
+    numbers = range(len(step))[groups.dp.rank() :: groups.dp.size()]
     mine = [step[number] for number in numbers]
     samples, totals = weigh_samples(policy_config, mine, groups)
-    if policy_config.token_selection != NO_SELECTION:
-        if any(sample.scores is None for sample in mine):
-            raise DataError(
-                f"token_selection={policy_config.token_selection} reads scores of each sample, and one has none: give them"
-            )
-        rows = [torch.tensor(sample.scores, dtype=torch.float64).unbind(-1) for sample in mine]
-        log_probs, entropy = [row for row, _ in rows], [row for _, row in rows]
-        selection = select_step_tokens(policy_config, mine, numbers, groups, log_probs=log_probs, entropy=entropy)
-        samples = selection.applied_to(samples)
     weighed = dict(zip(numbers, samples, strict=True))
     if layout.context_sizes and groups.dp.size() > 1:
         of_ranks: list[Any] = [None] * groups.dp.size()
         dist.all_gather_object(of_ranks, weighed, group=process_group(groups.dp))
         weighed = {number: sample for of_rank in of_ranks for number, sample in of_rank.items()}
-    parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step), units)] for index in range(layout.num_microbatches)]
+    parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step))] for index in range(layout.num_microbatches)]
     sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
     context = StepContext(
         totals=totals,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -46,24 +45,17 @@ class DenseSettings:
     low: float = math.nan  # the clip, as distances from 1
     high: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
-    ratio_unit: str = "sample"  # what has one ratio, where a sample has: "rollout", or "turn", a run of unmasked tokens
     aggregation: str | Callable[[Counts], float] = "sample_mean"
     divisor: float = 1.0
     correction: str | Correction = "none"
     level: str = "token"
     bounds: tuple[float | None, float | None] = (None, None)
     sequence_delta: float | None = None
-    is_dropped: bool = False  # rejected tokens are not counted
-    selection: str | Selection = "none"
-    selection_share: float = 0.0
-    selection_bounds: tuple[float, float] = (-math.inf, math.inf)  # of the score
-    selection_penalty: float = 1.0  # of the selected tokens' distance from the old policy, where the selection has one
     kl_estimator: str | Estimator = "k3"
     kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     entropy_score: str = "full"  # likewise of the entropy
-    entropy_tokens: str = "all"  # or those that are "trained", where a selection leaves some out
     temperature: float = 1.0
 
 
@@ -286,39 +278,6 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-class Selection(NamedTuple):
-    """score: of the step's tokens, by log-probability, entropy and advantage. taken: "largest", "smallest" or "random"."""
-
-    score: Callable[[Tensor, Tensor, Tensor], Tensor]
-    taken: str
-    effect: str
-
-
-def covariance(log_probs: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
-    """Cui et al., arXiv:2505.22617, equation 9."""
-    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
-
-
-# Clip-Cov and KL-Cov: arXiv:2505.22617; top_entropy: arXiv:2506.01939.
-SELECTIONS: dict[str, Selection] = {
-    "none": Selection(covariance, "largest", "nothing"),
-    "top_entropy": Selection(lambda log_probs, entropy, advantages: entropy, "largest", "trained_alone"),
-    "clip_cov": Selection(covariance, "random", "left_out"),
-    "kl_cov": Selection(covariance, "largest", "penalized"),
-}
-
-
-def drawn(*parts: int) -> int:
-    """A number that looks random, of 32 bits. splitmix64: Steele, Lea, Flood, OOPSLA 2014."""
-    state, bits = 0, (1 << 64) - 1
-    for part in parts:
-        state = (state + 0x9E3779B97F4A7C15 & bits) ^ part
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & bits
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & bits
-        state ^= state >> 31
-    return state & 0xFFFFFFFF
-
-
 def formula(table: dict[str, Any], name: Any, of_what: str) -> Any:
     """A user's own function is its formula."""
     if not isinstance(name, str):
@@ -384,18 +343,8 @@ def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], setting
     return weights
 
 
-def units_of(samples: Sequence[DenseSample], ratio_unit: str) -> list[list[int]]:
-    """The tokens of each ratio, as numbers in the order of all unmasked tokens."""
-    units: dict[object, list[int]] = {}
-    number = 0
-    for place, sample in enumerate(samples):
-        rollout = sample.rollout_id if ratio_unit == "rollout" and sample.rollout_id is not None else place
-        for t, is_live in enumerate(sample.mask):
-            if is_live:
-                turn = sum(sample.mask[k] and not sample.mask[k - 1] for k in range(1, t + 1)) if ratio_unit == "turn" else 0
-                units.setdefault((rollout, turn), []).append(number)
-                number += 1
-    return [*units.values()]
+def joined(of_samples: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *of_samples])
 
 
 class StepTerms:
@@ -406,8 +355,7 @@ class StepTerms:
         self.owners = [i for i, sample in enumerate(samples) for is_live in sample.mask if is_live]
         self.places = [t for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
         self.of_samples = [[token for token, owner in enumerate(self.owners) if owner == i] for i in range(len(samples))]
-        self.units = units_of(samples, settings.ratio_unit)
-        self.order = torch.argsort(torch.tensor([token for unit in self.units for token in unit], dtype=torch.int64))
+        live = [tokens for tokens in self.of_samples if tokens]
         self.rollout, self.importance, self.advantages = self.given("rollout"), self.given("importance"), self.given("advantages")
         is_on_policy = torch.tensor([samples[i].old is None for i in self.owners], dtype=torch.bool)
         self.old = torch.where(is_on_policy, self.new.detach(), self.given("old"))
@@ -416,14 +364,11 @@ class StepTerms:
         loss = formula(LOSSES, settings.loss, "policy loss")
         found = [
             loss(Tokens(self.log_ratio[unit], self.new[unit], self.advantages[unit], scores.entropy[unit].detach(), settings))
-            for unit in self.units
+            for unit in live
         ]
-        self.values = self.in_order([value for value, _ in found])
-        self.is_clipped = self.in_order([is_clipped for _, is_clipped in found]).bool()
-        self.correct()
-        self.select()
-        is_counted = self.is_kept() if settings.is_dropped else torch.ones_like(self.factors)
-        self.counts = [int(sum(is_counted[token] for token in tokens)) for tokens in self.of_samples]
+        self.values = joined([value for value, _ in found])
+        self.is_clipped = joined([is_clipped for _, is_clipped in found]).bool()
+        self.correct(live)
         self.add_up()
 
     def given(self, name: str) -> Tensor:
@@ -432,55 +377,32 @@ class StepTerms:
         values = [vectors[i][t] if vectors[i] is not None else 0.0 for i, t in zip(self.owners, self.places, strict=True)]
         return torch.tensor(values, dtype=torch.float64)
 
-    def in_order(self, of_units: Sequence[Tensor]) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *of_units])[self.order]
-
-    def correct(self) -> None:
+    def correct(self, of_samples: list[list[int]]) -> None:
         """The factors, w, and which tokens are dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
         settings, logs = self.settings, (self.old - self.rollout).detach()
         level = LEVELS["token"] if settings.correction == "none" else formula(LEVELS, settings.level, "correction level")
-        self.ratios = bounded_exp(self.in_order([level(logs[unit]) for unit in self.units]))
+        self.ratios = bounded_exp(joined([level(logs[tokens]) for tokens in of_samples]))
         if settings.correction == "none":
             self.ratios = torch.ones_like(logs)
         usual = USUAL_BOUNDS.get((settings.correction, settings.level), (0.0, math.inf))
         self.bounds = [of_paper if given is None else given for given, of_paper in zip(settings.bounds, usual, strict=True)]
         correction = formula(CORRECTIONS, settings.correction, "importance correction")
         self.factors = correction(self.ratios, bounded_exp(logs), *self.bounds)
-        divergences = [(self.rollout - self.new.detach())[unit].mean().expand(len(unit)) for unit in self.units]
+        divergences = [(self.rollout - self.new.detach())[tokens].mean().expand(len(tokens)) for tokens in of_samples]
         delta = math.inf if settings.sequence_delta is None else settings.sequence_delta
-        self.is_off_policy = (self.advantages < 0) & (self.in_order(divergences) > delta)
+        self.is_off_policy = (self.advantages < 0) & (joined(divergences) > delta)
         self.factors = torch.where(self.is_off_policy, 0.0, self.factors)
-
-    def select(self) -> None:
-        """A sort of the whole step. The share counts as it is written; of a step with tokens at least one is selected."""
-        selection, (low, high) = formula(SELECTIONS, self.settings.selection, "token selection"), self.settings.selection_bounds
-        number = math.floor(Fraction(repr(self.settings.selection_share)) * len(self.owners))
-        number = max(number, 1) if self.settings.selection_share else number
-        score = selection.score(self.new.detach(), self.scores.entropy.detach(), self.advantages).tolist()
-        keys = {
-            "largest": [-one for one in score],
-            "smallest": score,
-            "random": [drawn(0, i, t) for i, t in zip(self.owners, self.places, strict=True)],
-        }[selection.taken]
-        ranked = sorted((key, token) for token, (key, one) in enumerate(zip(keys, score, strict=True)) if low <= one <= high)
-        selected = torch.zeros_like(self.factors)
-        selected[[token for _, token in ranked[:number]]] = 1.0
-        self.trained = {"trained_alone": selected, "left_out": 1 - selected}.get(selection.effect, torch.ones_like(selected))
-        self.factors = self.factors * self.trained
-        if selection.effect == "penalized":  # k3 from the policy to the old one, whose ratio is the other way round
-            self.values = self.values + self.settings.selection_penalty * selected * k3(-self.log_ratio)
 
     def add_up(self) -> None:
         settings, live = self.settings, [len(tokens) for tokens in self.of_samples]
-        of_policy = token_weights(self.samples, self.counts, settings)
+        of_policy = token_weights(self.samples, live, settings)
         of_others = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
         weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (of_policy, of_others))
         estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
         value, trained = estimate(self.scores.compared, self.given("ref"), self.log_ratio)
         self.policy = (weights * self.importance * self.factors * self.values).sum()
         self.kl = (others * (value.detach() + trained - trained.detach())).sum()
-        is_bonus = self.trained if settings.entropy_tokens == "trained" else torch.ones_like(self.trained)
-        self.entropy = (others * is_bonus * self.scores.entropy).sum()
+        self.entropy = (others * self.scores.entropy).sum()
 
     def loss(self) -> Tensor:
         return self.policy + self.settings.kl_coefficient * self.kl - self.settings.entropy_coefficient * self.entropy

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RejectedTokens
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import COMPUTED_INPUTS, LossValue, PolicyLoss, get_policy_loss, policy_loss_names
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.layout_step import StepSample, TinyGPT, build_tiny
@@ -71,13 +70,9 @@ def rollout_key(sample: StepSample, place: int) -> object:
     return (None, place) if sample.rollout_id is None else sample.rollout_id
 
 
-def in_rollouts(samples: Sequence[StepSample], *, share_advantage: bool = False) -> list[StepSample]:
+def in_rollouts(samples: Sequence[StepSample]) -> list[StepSample]:
     """Ragged samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
-    firsts = [samples[place - place % SAMPLES_PER_PROMPT + place % 2] for place in range(len(samples))]
-    return [
-        replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}", advantage=(first if share_advantage else sample).advantage)
-        for place, (sample, first) in enumerate(zip(samples, firsts, strict=True))
-    ]
+    return [replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}") for place, sample in enumerate(samples)]
 
 
 def dense_samples(step: Sequence[StepSample]) -> list[oracle.DenseSample]:
@@ -133,31 +128,23 @@ def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: fl
 
 
 def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
-    """A user's own loss or selection is its own function on one process: then layouts are compared, and not its equation."""
+    """A user's own loss is its own function on one process: then layouts are compared, and not its equation."""
     loss = get_policy_loss(config.policy_loss)
     low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
-    selection = TokenSelectionSettings.of(config)
     return oracle.DenseSettings(
         loss=loss.name if loss.name in oracle.LOSSES else _own_loss(loss),
         low=low,
         high=high,
         parameters=loss.resolve_parameters(config.loss_parameters),
-        ratio_unit=config.importance_ratio_unit,
         aggregation=config.loss_aggregation,
         divisor=config.loss_aggregation_divisor or DIVISOR,
         correction=config.importance_correction,
         level=config.importance_correction_level,
         bounds=(config.importance_correction_low, config.importance_correction_high),
         sequence_delta=config.off_policy_sequence_delta,
-        is_dropped=config.rejected_tokens == RejectedTokens.DROPPED,
-        selection=selection.kind if selection.kind in oracle.SELECTIONS else _own_selection(selection),
-        selection_share=selection.share or 0.0,
-        selection_bounds=selection.bounds,
-        selection_penalty=selection.penalty or 0.0,
         kl_estimator=config.kl_estimator,
         kl_coefficient=config.kl_coefficient,
         entropy_coefficient=config.entropy_coefficient,
-        entropy_tokens=config.entropy_bonus_tokens,
         temperature=config.policy_temperature,
     )
 
@@ -175,18 +162,6 @@ def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
         return value.value if isinstance(value, LossValue) else value, torch.zeros(size, dtype=torch.bool)
 
     return of_sample
-
-
-def _own_selection(settings: TokenSelectionSettings) -> oracle.Selection:
-    declared = settings.declared
-
-    def score(log_probs: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
-        vectors = {"log_probs": log_probs, "entropy": entropy, "advantages": advantages}
-        vectors |= {f"centred_{name}": values - values.mean() for name, values in vectors.items()}
-        found: Tensor = declared.function(**{need: vectors[need] for need in declared.needs})
-        return found
-
-    return oracle.Selection(score, declared.taken, declared.effect)
 
 
 @dataclass(frozen=True, slots=True)

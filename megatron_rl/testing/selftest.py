@@ -1,6 +1,6 @@
 """Tests the losses on the ranks and devices that are there: steps of a tiny GPT, row after row, against one process in float64.
 
-A loss, an aggregation, a KL estimator, a correction and a selection has its rows by its registration. No factor is undone by hand.
+A loss, an aggregation, a KL estimator and a correction has its rows by its registration. No factor is undone by hand.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import (
-    NO_SELECTION,
     Backend,
     CorrectionLevel,
-    EntropyBonusTokens,
     GradientDivisor,
     PolicyLossConfig,
-    RatioUnit,
-    RejectedTokens,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.kept_counts import counts_kept_before
 from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.megatron.context_groups import own_group_problems_of
@@ -42,7 +37,6 @@ from megatron_rl.ops.backends import why_triton_is_missing
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import kl_estimator_names
-from megatron_rl.registries.token_selections import Effect, get_token_selection, token_selection_names
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth, compare, compare_part, named_sizes
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length
@@ -75,8 +69,6 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 # Nats per token, amid the samples' divergences.
 SEQUENCE_DELTA = 0.2
-# Of a token selection: no token of the step is beyond it.
-LARGEST_SCORE = 1e6
 # On any layout a float32 gradient of the tiny models is 3e-7 to 7e-7 from the float64 truth; the smallest wrong factor, one token
 # too many of a hundred, moves it by 9e-3.
 BOUND = 1e-5
@@ -90,21 +82,15 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
     return {**of_kind, "importance_correction_low": low, "importance_correction_high": high, **others}
 
 
-def _selection(kind: str) -> dict[str, object]:
-    """A third of the tokens, of any score; the entropy term of those that are trained, where some are not."""
-    is_penalty = get_token_selection(kind).effect == Effect.PENALIZED
-    bonus = {} if is_penalty else {"entropy_coefficient": 0.1, "entropy_bonus_tokens": str(EntropyBonusTokens.TRAINED)}
-    settings = {"token_selection": kind, "token_selection_share": 1 / 3, **bonus}
-    return {**settings, "token_selection_low": -LARGEST_SCORE, "token_selection_high": LARGEST_SCORE}
-
-
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if name in oracle.AGGREGATIONS)
 PROBE = "schedule probe"
 LOGITS, FUSED = "logits", "fused head"
-ALL_TERMS, DROPPED, DROPPED_LATE = "KL + entropy + temperature", "icepop, dropped", "OPSM, dropped"
-DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
-RATIO_OF_ROLLOUTS, RATIO_OF_TURNS = "a ratio a rollout", "a ratio a turn"
-SELECTIONS = tuple(name for name in token_selection_names() if name != NO_SELECTION)
+ALL_TERMS, DUAL_CLIP, DIVIDED, ROLLOUTS = (
+    "KL + entropy + temperature",
+    "dual clip",
+    "gradient / samples",
+    "rollouts of several samples",
+)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -112,17 +98,12 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     "entropy": {"entropy_coefficient": 0.1},
     "temperature": {"policy_temperature": 0.7},
     **{name: _correction(name, levels[0]) for name in correction_names() if (levels := get_correction(name).levels)},
-    DROPPED: _correction("icepop", rejected_tokens=str(RejectedTokens.DROPPED)),
     "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
-    **{name: _selection(name) for name in SELECTIONS},
-    DROPPED_LATE: {"off_policy_sequence_delta": SEQUENCE_DELTA, "rejected_tokens": str(RejectedTokens.DROPPED)},
     DUAL_CLIP: {},  # its bound follows from the loss's clip
     DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
     ROLLOUTS: {},  # of the samples
-    RATIO_OF_ROLLOUTS: {"importance_ratio_unit": str(RatioUnit.ROLLOUT)},
-    RATIO_OF_TURNS: {"importance_ratio_unit": str(RatioUnit.TURN)},
     ALL_TERMS: {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "policy_temperature": 0.7},
 }
 # A ratio of a token and one of a sample meet each term alone. Every loss meets three at once.
@@ -170,16 +151,10 @@ class Case:
 
 def term_pairs() -> Iterator[tuple[str, str, str]]:
     """(loss, aggregation, term) of each row. The aggregations take turns."""
-    of_sequences = (RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
-    terms = [term for term in TERMS if term not in ("", ALL_TERMS, *of_sequences)]
-    # A selection is of single tokens.
-    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES) if loss == OF_TOKENS or term not in SELECTIONS]
+    terms = [term for term in TERMS if term not in ("", ALL_TERMS)]
+    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES)]
     for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
-        # What the policy in training drops is not known before its forward pass.
-        is_late, turn = term == DROPPED_LATE, place + place // len(AGGREGATIONS)
-        names = [name for name in AGGREGATIONS if not (is_late and counts_kept_before(Case(loss, name, term=term).config))]
-        yield loss, names[turn % len(names)], term
-    yield from ((OF_SAMPLES, "sample_mean", term) for term in of_sequences)
+        yield loss, AGGREGATIONS[(place + place // len(AGGREGATIONS)) % len(AGGREGATIONS)], term
 
 
 def truth_of_terms(
@@ -196,9 +171,7 @@ def truth_of_terms(
     for policy_loss, aggregation, term in dict.fromkeys(rows):
         config = Case(policy_loss, aggregation, term=term).config
         scores = scores_of(samples, logits, config.policy_temperature)
-        has_rollouts = term in (ROLLOUTS, RATIO_OF_ROLLOUTS)
-        given = in_rollouts(samples, share_advantage=term == RATIO_OF_ROLLOUTS) if has_rollouts else samples
-        step = step_of_term(given, scores, config)
+        step = step_of_term(in_rollouts(samples) if term == ROLLOUTS else samples, scores, config)
         loss = loss_by_hand(step, scores, config)
         divisor = len(step) if config.gradient_divisor == GradientDivisor.NUM_SAMPLES else 1  # of the gradient alone
         parts = zip(leaves, grad(loss), others, strict=True)
@@ -214,12 +187,10 @@ def step_of_term(samples: Sequence[StepSample], scores: Sequence[oracle.Scores],
     bounds = [bound for name, bound in config.loss_parameters.items() if name == "clip_ratio_c"]
     step = with_anchors(samples, new, config.policy_loss, bounds)
     numbers, level, given = random.Random(2), config.importance_correction_level, []
-    for place, (sample, row) in enumerate(zip(step, scores, strict=True)):
+    for place, sample in enumerate(step):
         values: dict[str, Any] = {}
         if config.kl_coefficient:
             values["ref_log_probs"] = [one - numbers.gauss(0.0, 0.3) for one in new[place]]
-        if config.token_selection != NO_SELECTION:
-            values["scores"] = list(zip(new[place], row.entropy.tolist(), strict=True))
         if CorrectionSettings.of(config).has_factor:
             gaps = log_ratios_off(sample, [math.log(bound) for bound in BOUNDS[level]], numbers, level)
             values["rollout_log_probs"] = [one - gap for one, gap in zip(sample.old_log_probs or [], gaps, strict=True)]

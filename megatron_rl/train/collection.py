@@ -13,15 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import NO_SELECTION, PolicyLossConfig, RouterReplay
-from megatron_rl.kept_counts import counts_kept_before
+from megatron_rl.config import PolicyLossConfig, RouterReplay
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.step_selection import StepSelection, select_step_tokens
-from megatron_rl.registries.selection_settings import TokenSelectionSettings
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
@@ -159,10 +155,6 @@ class Evaluation:
         }
 
 
-# The counts of some step with a rollout of several samples.
-OF_SEVERAL_SAMPLES = StepTotals(num_samples=2, num_prompts=None, num_tokens=2, num_rollouts=1)
-
-
 def reads_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> bool:
     """Whether something reads the old log-probabilities of a rollout's first step before that step.
 
@@ -172,21 +164,9 @@ def reads_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> bool
     return (
         options.save_rollouts is not None
         or options.router_replay == RouterReplay.OLD_LOG_PROBS  # the routes of that forward
-        or counts_kept_before(config)
         # The sampler is the trainer's own engine. With --top-p it reports its log-probabilities itself.
         or (options.rollouts is None and options.top_p == 1.0 and needs_rollout_log_probs(config))
     )
-
-
-def counts_kept_of_rollouts(trainer: PolicyTrainer, microbatches: Microbatches) -> bool:
-    """Whether the kept tokens of this step are counted before it because its rollouts have several samples.
-
-    Communication: one all-reduce of a number over dp, where the settings make that possible.
-    """
-    config = trainer.config
-    if config.off_policy_sequence_delta is not None or not counts_kept_before(config, OF_SEVERAL_SAMPLES):
-        return False
-    return _on_any_rank(trainer, any(sample.rollout_id is not None for samples in microbatches for sample in samples))
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
@@ -221,30 +201,6 @@ def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -
 def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
     """The samples with the reference policy's log-probabilities."""
     return _with(microbatches, "ref_log_probs", trainer.log_probs(microbatches, of_reference=True))
-
-
-def selection_of(trainer: PolicyTrainer, microbatches: Microbatches, *, seed: int) -> StepSelection | None:
-    """The tokens of the step that --token-selection selects by the policy as it is now; None without one.
-
-    seed: of the step, for random tokens. Communication: trainer.log_probs', one forward of each micro-batch, and select_tokens'
-    over dp.
-    """
-    if trainer.config.token_selection == NO_SELECTION:
-        return None
-    replays_routes = trainer.settings.router_replay != RouterReplay.NONE
-    with_entropy = "entropy" in TokenSelectionSettings.of(trainer.config).declared.needs
-    measured = trainer.log_probs(microbatches, with_entropy=with_entropy, replays_routes=replays_routes)
-    samples = [sample for of_microbatch in microbatches for sample in of_microbatch]
-    rows = [row for of_microbatch in measured for row in of_microbatch]
-    return select_step_tokens(
-        trainer.config,
-        samples,
-        [sample.number for sample in samples],
-        trainer.groups,
-        log_probs=[row[0] if with_entropy else row for row in rows],
-        entropy=[row[1] for row in rows] if with_entropy else None,
-        seed=seed,
-    )
 
 
 def _lack(name: str, trainer: PolicyTrainer, microbatches: Microbatches) -> bool:

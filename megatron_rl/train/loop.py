@@ -26,9 +26,7 @@ from megatron_rl.train.checkpoints import on_first_rank
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
-    counts_kept_of_rollouts,
     reads_old_log_probs,
-    selection_of,
     with_old_log_probs,
     with_ref_log_probs,
     with_rollout_log_probs,
@@ -258,7 +256,7 @@ class TrainingRun:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
         microbatches, steps_done = step.microbatches, self._progress.num_steps
         # Each step of a file under --docs-per-step is a first one.
-        if self._measures_first_steps or counts_kept_of_rollouts(self._trainer, microbatches):
+        if self._measures_first_steps:
             microbatches = with_old_log_probs(self._trainer, microbatches)
         if needs_rollout_log_probs(self._config):
             microbatches = with_rollout_log_probs(self._trainer, microbatches)
@@ -269,7 +267,6 @@ class TrainingRun:
                 microbatches,
                 policy_version=steps_done,
                 counts_phantoms=self._config.watchdog != Watchdog.OFF and steps_done == 0,
-                selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
             if self._config.empty_step != EmptySteps.SKIP:

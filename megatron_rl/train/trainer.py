@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay, TermScore
 from megatron_rl.errors import ConfigError
-from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, group_device, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
-from megatron_rl.megatron.kept_tokens import step_factor_of_kept, sum_over_step
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
@@ -36,8 +34,6 @@ from megatron_rl.megatron.samples import (
     unweighted,
     weigh_samples,
 )
-from megatron_rl.megatron.step_selection import StepSelection
-from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
@@ -156,18 +152,15 @@ class PolicyTrainer:
         *,
         of_reference: bool = False,
         recorder: RouteRecorder | None = None,
-        with_entropy: bool = False,
-        replays_routes: bool | None = None,
     ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
         weights before training). Those of samples with kept_ids are over these, the reference's where --kl-score says so; 0 at a
-        token outside its set. with_entropy: [2, response_length], the entropies below them. replays_routes: whether the policy's
-        routers use the samples' routes; None: under router_replay=rollout.
+        token outside its set.
         Communication: as response_log_probs. Raises ConfigError without a reference."""
         model = self._reference if of_reference else self.model
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
-        has_routes = self.settings.router_replay == RouterReplay.ROLLOUT if replays_routes is None else replays_routes
+        has_routes = self.settings.router_replay == RouterReplay.ROLLOUT
         has_sets = not of_reference or self.config.kl_score == TermScore.SUPPORT
         plain = [[unweighted(sample, has_routes and not of_reference, has_sets) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
@@ -183,8 +176,6 @@ class PolicyTrainer:
             groups=self.groups,
             head=self._head,
             recorder=recorder,
-            with_entropy=with_entropy,
-            entropy_score=self.config.entropy_score,
         )
 
     def step(
@@ -193,14 +184,12 @@ class PolicyTrainer:
         *,
         policy_version: int | None = None,
         counts_phantoms: bool = False,
-        selection: StepSelection | None = None,
     ) -> dict[str, float]:
         """One optimiser step on this data-parallel rank's micro-batches. Every rank passes the same number; some may be empty.
 
         policy_version: of the current policy, in the unit of the samples' versions; a schedule of the learning rate needs it, and
         takes it for the optimiser steps that are done.
         counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
-        selection: of these samples' tokens, in the order of the micro-batches; needed with a token_selection.
 
         Synchronisation on CUDA: for count_step before the first forward, with a fused head once a chunk, and after the last
         backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics; with experts for their load, and
@@ -214,7 +203,7 @@ class PolicyTrainer:
 
         samples = [sample for of_one in microbatches for sample in of_one]
         weighted, totals = weigh_samples(self.config, samples, self.groups)
-        in_order = iter(weighted if selection is None else selection.applied_to(weighted))
+        in_order = iter(weighted)
         parts = [[next(in_order) for _ in of_one] for of_one in microbatches]
         context = StepContext(
             totals=totals,
@@ -248,7 +237,6 @@ class PolicyTrainer:
         _, grad_norm, _ = self.optimizer.step()
         has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
         metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
-        metrics |= {} if selection is None or self.config.policy_metrics == PolicyMetrics.NONE else selection.metrics()
         return metrics | (checker.metrics(self.groups) if has_routes else {})
 
     def _learning_rates(self) -> OptimizerParamScheduler | None:
@@ -358,7 +346,7 @@ class PolicyTrainer:
         ]
 
     def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
-        metrics = self._loss_metrics(reports, totals)
+        metrics = self._loss_metrics(reports)
         if totals.num_rollouts is not None:
             metrics |= {"num_rollouts": totals.num_rollouts, "rollout/rows": totals.num_samples / totals.num_rollouts}
         metrics |= {"grad_norm": grad_norm, "num_samples": totals.num_samples, "num_tokens": totals.num_tokens}
@@ -370,21 +358,20 @@ class PolicyTrainer:
                 [report.statistics for report in reports if report.statistics is not None],
                 self.groups,
                 has_entropy=has_entropy,
-                custom=named_metrics(self.config.custom_policy_metrics),
             )
         return metrics
 
-    def _loss_metrics(self, reports: list[MicrobatchReport], totals: StepTotals) -> dict[str, float]:
+    def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:
         """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.
 
-        Communication: as sum_over_step, of [4]. Synchronises once.
+        Communication: one all-reduce of [3] over dp-cp and one broadcast over pp. Synchronises once.
         """
-        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept) for report in reports]
+        rows = [(report.policy_loss, report.kl_loss, report.entropy) for report in reports]
         zero, config = torch.zeros((), dtype=torch.float64, device=self.device), self.config
         parts = [torch.stack([zero if value is None else value.double() for value in row]) for row in rows]
-        policy, kl, entropy, num_kept = sum_over_step(parts, 4, self.groups).tolist()
-        if divides_by_kept(config):
-            policy *= step_factor_of_kept(totals, num_kept)
+        own = torch.stack(parts).sum(0) if parts else zero.new_zeros(3)
+        summed = all_reduce_sum(own.to(group_device(self.groups.dp_cp)), self.groups.dp_cp)
+        policy, kl, entropy = broadcast_from_last(summed.contiguous(), self.groups.pp).tolist()
         metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
         if config.kl_coefficient:
             metrics["loss/kl"] = kl

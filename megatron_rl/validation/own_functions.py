@@ -1,5 +1,4 @@
-"""Tries a user's own functions once a launch, before any data: one trial for losses, aggregations, KL estimators, corrections,
-selections and metrics.
+"""Tries a user's own functions once a launch, before any data: losses, aggregations, KL estimators, corrections.
 
 The layouts and the fused head rely on what such a function declares, and no other test can see that it is not elementwise.
 """
@@ -15,21 +14,18 @@ from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig, PolicyMetrics
+from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig
 from megatron_rl.corrections import correct
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import AGGREGATIONS, PolicyLoss, get_policy_loss, is_built_in
 from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
-from megatron_rl.metrics.custom import named_metrics
-from megatron_rl.metrics.policy import Metric, TokenValues, check_values
-from megatron_rl.ops.ratios import bounded_exp, kl_estimate
+from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
-from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.routes import Settings
 
@@ -55,10 +51,6 @@ def own_function_problems(launch: Settings) -> Iterator[str]:
         yield from estimator_problems(launch.kl_estimator)
     if launch.correction is not None and not CORRECTIONS.is_built_in(settings.kind) and not list(settings.problems()):
         yield from correction_problems(settings)
-    if launch.token_selection is not None and not TOKEN_SELECTIONS.is_built_in(config.token_selection):
-        yield from selection_problems(launch.token_selection)
-    if config.policy_metrics != PolicyMetrics.NONE:
-        yield from metric_problems(config)
 
 
 def trial(
@@ -239,40 +231,6 @@ def correction_problems(settings: CorrectionSettings) -> Iterator[str]:
     element = "token" if settings.level == CorrectionLevel.TOKEN else "sample"
     vectors = (probes["log_ratio"], probes["log_probs"])
     yield from trial(f"importance_correction={settings.kind}", at, vectors, element=element)
-
-
-def selection_problems(selection: TokenSelectionKind) -> Iterator[str]:
-    vectors = {name: vector.double() for name, vector in _probes().items()}
-    vectors |= {f"centred_{name}": vectors[name] - vectors[name].mean() for name in ("log_probs", "advantages")}
-
-    def score_of(*given: Tensor) -> Results:
-        return (selection.function(**dict(zip(selection.needs, given, strict=True))),)
-
-    yield from trial(f"token_selection={selection.name}", score_of, [vectors[name] for name in selection.needs])
-
-
-def metric_problems(config: PolicyLossConfig) -> Iterator[str]:
-    try:
-        rows = named_metrics(config.custom_policy_metrics)
-    except ConfigError as error:
-        yield from (f"--custom-policy-metrics: {problem}" for problem in error.problems)
-        return
-    has_entropy = config.policy_metrics == PolicyMetrics.WITH_ENTROPY
-    probes = _probes()
-    ratios, names = bounded_exp(probes["log_ratio"]), ("log_probs", "old_log_probs", "advantages", "entropy")
-    log_probs, old_log_probs, advantages, entropy = (probes[name] for name in names)
-    for row in rows:
-
-        def values_of(*given: Tensor, row: Metric = row) -> Results:
-            tokens = TokenValues(*given)
-            values = row.value(tokens if has_entropy else replace(tokens, entropy=None))
-            check_values(row, values, tokens.log_probs)
-            if values is None:
-                raise DataError("it has no value: return a vector, one number for each token")
-            return (values,)
-
-        name = f"custom_policy_metrics={row.name} with policy_metrics={config.policy_metrics}"
-        yield from trial(name, values_of, (log_probs, old_log_probs, ratios, ratios > 1.2, advantages, entropy))
 
 
 @contextmanager

@@ -13,12 +13,9 @@ from megatron_rl.config import (
     Backend,
     CorrectionLevel,
     EmptySteps,
-    EntropyBonusTokens,
     GradientDivisor,
     PolicyLossConfig,
     PolicyMetrics,
-    RatioUnit,
-    RejectedTokens,
     Route,
     RouterAuxLoss,
     SupportUse,
@@ -30,7 +27,6 @@ from megatron_rl.loss_hub import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, declar
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator
 from megatron_rl.registries.registry import Registry
-from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
 
 # The fields that act elsewhere than in our loss, by where. One that is set on another route is an error.
 _OUR_LOSS = frozenset(Route) - {Route.REDUCER}  # a reducer gets the per-token losses of another loss
@@ -44,11 +40,7 @@ _FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
     # Where the loss is handed what a sampler kept.
     frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support",),
     # Elsewhere the host makes the step, and the loss sees micro-batches.
-    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (
-        *("importance_ratio_unit", "rejected_tokens", "token_selection", "token_selection_share", "token_selection_low"),
-        *("token_selection_high", "token_selection_kl_coefficient", "entropy_bonus_tokens", "router_aux_loss", "gradient_divisor"),
-        "custom_policy_metrics",  # a host reports its own
-    ),
+    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (*("router_aux_loss", "gradient_divisor"),),
     frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog", "kl_score", "entropy_score"),
 }
 
@@ -63,12 +55,9 @@ def routes_of_flags() -> dict[str, frozenset[Route]]:
 # Fields with a fixed set of values.
 CHOICES: dict[str, type[StrEnum]] = {
     "importance_correction_level": CorrectionLevel,
-    "importance_ratio_unit": RatioUnit,
-    "rejected_tokens": RejectedTokens,
     "empty_step": EmptySteps,
     "sampling_support": SupportUse,
     "kl_score": TermScore,
-    "entropy_bonus_tokens": EntropyBonusTokens,
     "entropy_score": TermScore,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
@@ -82,7 +71,6 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "policy_loss": POLICY_LOSSES,
     "importance_correction": CORRECTIONS,
     "kl_estimator": KL_ESTIMATORS,
-    "token_selection": TOKEN_SELECTIONS,
 }
 
 
@@ -139,10 +127,6 @@ class Settings:
     @cached_property
     def kl_estimator(self) -> KLEstimator | None:
         return KL_ESTIMATORS.find_or_none(self.config.kl_estimator)
-
-    @cached_property
-    def token_selection(self) -> TokenSelectionKind | None:
-        return TOKEN_SELECTIONS.find_or_none(self.config.token_selection)
 
 
 def flag_of(field_name: str) -> str:

@@ -9,19 +9,14 @@ from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
     DEFAULT_MAX_LOGITS_BYTES,
-    Backend,
     CorrectionLevel,
-    EntropyBonusTokens,
     PolicyMetrics,
-    RatioUnit,
-    RejectedTokens,
     Route,
     TermScore,
     Watchdog,
     flag_fields,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.kept_counts import counts_kept_before, other_choices, why_before
 from megatron_rl.loss_hub import (
     clip_high_problem,
     clip_low_problem,
@@ -29,8 +24,6 @@ from megatron_rl.loss_hub import (
     is_finite_number,
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
-from megatron_rl.registries.corrections import correction_names, get_correction
-from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
@@ -153,70 +146,14 @@ def corrections_fit(launch: Settings) -> Iterator[str]:
         yield counted_twice(correction.kind, loss.name)
 
 
-def ratios_have_a_unit(launch: Settings) -> Iterator[str]:
-    """A wrong unit is reported with the other choices."""
-    config, loss, correction = launch.config, launch.loss, CorrectionSettings.of(launch.config)
-    unit = config.importance_ratio_unit
-    if unit not in (RatioUnit.ROLLOUT, RatioUnit.TURN) or loss is None:
-        return
-    if loss.level == "batch" or loss.level == "token" and not correction.needs_sums:
-        yield (
-            f"importance_ratio_unit={unit} has no effect with policy_loss={config.policy_loss}, whose ratio is not of a sequence, "
-            "and without a correction of sequences; remove it"
-        )
-    if unit == RatioUnit.ROLLOUT and launch.record is not None and launch.record.needs_rows:
-        yield (
-            f"importance_ratio_unit={unit} with loss_aggregation={config.loss_aggregation}: the samples of a rollout weigh "
-            "differently there, and the one ratio of them all has one weight; choose --loss-aggregation sample_mean"
-        )
-
-
-def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
-    config = launch.config
-    if config.rejected_tokens != RejectedTokens.DROPPED:
-        return
-    if config.off_policy_sequence_delta is not None:
-        if launch.record is not None and counts_kept_before(config):
-            yield (
-                f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta} and "
-                f"loss_aggregation={config.loss_aggregation}: what that drops depends on the policy in training, and must be known "
-                f"before the forward pass, {why_before(config)}; choose {other_choices(config)}"
-            )
-    elif launch.correction is not None and not launch.correction.drops_tokens:
-        dropping = [name for name in correction_names() if get_correction(name).drops_tokens]
-        yield (
-            f"rejected_tokens=dropped has no effect with importance_correction={config.importance_correction}, which drops no "
-            f"token: remove it, or choose {' or '.join(dropping)}"
-        )
-
-
-def selections_fit(launch: Settings) -> Iterator[str]:
-    config, selection, loss = launch.config, TokenSelectionSettings.of(launch.config), launch.loss
-    if launch.token_selection is None or config.entropy_bonus_tokens not in tuple(EntropyBonusTokens):
-        return
-    yield from selection.problems()
-    if not selection.is_on:
-        return
-    if selection.share == 0:
-        yield "token_selection_share=0 selects no token: remove --token-selection"
-    if loss is not None and loss.level != "token":
-        yield (
-            f"token_selection={selection.kind} with policy_loss={config.policy_loss}, a loss of level {loss.level}: the tokens of "
-            "a sample are together in it, so one is not trained without the others; remove --token-selection"
-        )
-    if selection.entropy_bonus == EntropyBonusTokens.TRAINED and not config.entropy_coefficient:
-        yield "entropy_bonus_tokens=trained has no effect without an entropy term: set --entropy-coefficient, or remove it"
-
-
 def settings_are_read(launch: Settings) -> Iterator[str]:
     """What nothing reads beside the other settings. What a host reports by itself, its own rules know."""
-    config, loss, selection, given = launch.config, launch.loss, launch.token_selection, launch.set_flags
+    config, loss, given = launch.config, launch.loss, launch.set_flags
     has_no_kl, has_no_metrics = config.kl_coefficient == 0, config.policy_metrics == PolicyMetrics.NONE
     has_entropy = (
         config.entropy_coefficient
         or config.policy_metrics == PolicyMetrics.WITH_ENTROPY
         or (loss is not None and loss.needs_entropy)
-        or (selection is not None and "entropy" in selection.needs)
     )
     has_head = config.fused_lm_head_loss is True
     has_budget = "--max-logits-bytes" in given or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
@@ -230,26 +167,11 @@ def settings_are_read(launch: Settings) -> Iterator[str]:
         ("entropy_score", config.entropy_score == TermScore.SUPPORT and not has_entropy, "an entropy", "--entropy-coefficient"),
         ("allow_partial_prompt_groups", has_no_size, "a size of groups", "--samples-per-prompt"),
         ("max_logits_bytes", has_budget and not has_head, "the fused head", "--fused-lm-head-loss"),
-        ("scaled_exp_head", config.scaled_exp_head is True and not has_head, "the fused head", "--fused-lm-head-loss"),
-        ("custom_policy_metrics", config.custom_policy_metrics is not None and has_no_metrics, "metrics", "--policy-metrics basic"),
         ("watchdog", has_watchdog and has_no_metrics, "metrics", "--policy-metrics basic"),
     )
     for name, is_idle, missing, flag in rows:
         if is_idle:
             yield f"{name}={getattr(config, name)!r} has no effect without {missing}: remove it, or add {flag}"
-
-
-def scaled_exp_goes_with_the_fused_head(launch: Settings) -> Iterator[str]:
-    config = launch.config
-    if config.scaled_exp_head is not True:
-        return
-    if config.entropy_coefficient:
-        yield (
-            f"scaled_exp_head=True with entropy_coefficient={config.entropy_coefficient}: the coefficient of an entropy term does "
-            "not commute with the product; remove --scaled-exp-head"
-        )
-    if config.policy_loss_backend == Backend.TORCH:
-        yield "scaled_exp_head=True with policy_loss_backend=torch: its kernel is a Triton kernel; remove one of them"
 
 
 def numbers_are_in_range(launch: Settings) -> Iterator[str]:
@@ -340,11 +262,7 @@ RULES = (
     loss_parameters_are_declared,
     entropy_of_a_loss_is_known,
     corrections_fit,
-    ratios_have_a_unit,
-    dropped_tokens_are_known,
-    selections_fit,
     settings_are_read,
-    scaled_exp_goes_with_the_fused_head,
     numbers_are_in_range,
     choices_are_listed,
     switches_are_true_or_false,

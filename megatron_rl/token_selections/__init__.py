@@ -1,1 +1,0 @@
-"""Each file declares a selection of a step's tokens."""
