@@ -56,7 +56,6 @@ def test_each_kernel_compiles_loads_and_launches(version):
         assert errors == {}
         asked = [line for answer in launches.values() for line in answer]
         assert {line["launch"] for line in asked if "launch" in line} == kernels_of_the_package()
-        assert any("tensor_map" in line for line in asked)
 
 
 @pytest.mark.parametrize("version", ["3.6", TRITONS[-1]])
