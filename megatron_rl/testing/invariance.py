@@ -11,7 +11,7 @@ No factor here undoes a layout by hand. layout_step.py holds what the ranks do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -79,8 +79,3 @@ def merged(answers: list[RankStep]) -> StepResult:
         raise AssertionError(f"ranks report different losses: {sorted(losses)}")
     reported = next(answer.reported for answer in answers if answer.reported)
     return StepResult(first.loss, whole, first.optimizer_norm, first.metrics, reported)
-
-
-def with_old_log_probs(step: Sequence[StepSample], old_log_probs: Sequence[list[float]]) -> list[StepSample]:
-    """The same samples with other old log-probabilities."""
-    return [replace(sample, old_log_probs=values) for sample, values in zip(step, old_log_probs, strict=True)]

@@ -161,7 +161,6 @@ class TinyGPT:
     num_attention_heads: int = 4
     vocab_size: int = 64
     true_vocab_size: int = 61  # three padded columns, all on the last tensor rank
-    seed: int = 0
     tie_embeddings: bool = False
     bf16: bool = False  # with float32 gradient buffers
     use_transformer_engine: bool | None = None  # None: where it works
@@ -181,7 +180,6 @@ def build_tiny(tiny: TinyGPT, config: TransformerConfig, row_length: int, **opti
         vocab_size=tiny.vocab_size,
         max_sequence_length=row_length,
         tie_embeddings=tiny.tie_embeddings,
-        seed=tiny.seed,
         rotary=tiny.rotary,
         **options,
     )
@@ -253,11 +251,9 @@ class LayoutModel:
         batches = make_step_batches(policy_config, self.layout, samples, groups, self.context_groups, models[0].config)
         forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
         forward_step.announces_factor = self.announces_factor
-        for model in models:
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add
+        rows, length = batches[0].tokens.shape
         with RouteChecker(models) as forward_step.route_checker:
-            scaled = self.run_schedule(forward_step, batches)
+            scaled = run_schedule(models, batches, length * groups.cp.size(), rows, forward_step)
         forward_step.route_checker.raise_first()
         reports = forward_step.take_reports()
         check_finite(reports)
@@ -275,22 +271,33 @@ class LayoutModel:
                 metrics |= forward_step.route_checker.metrics(groups)
         return RankStep(float(broadcast_from_last(loss, groups.pp)), gradients, float(norm), metrics, reported)
 
-    def run_schedule(self, forward_step: Callable[..., Any], batches: Sequence[PolicyBatch]) -> list[dict[str, Tensor]]:
-        """The reports of Megatron's schedule."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        iterators = [iter(batches) for _ in self.models]
-        is_chunked = len(self.models) > 1
-        reports: list[dict[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if is_chunked else iterators[0],
-            model=self.models if is_chunked else self.models[0],
-            num_microbatches=len(batches),
-            seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
-            micro_batch_size=batches[0].tokens.shape[0],
-            forward_only=False,
-        )
-        return reports
+def run_schedule(
+    models: Sequence[Any],  # of DistributedDataParallel
+    batches: Sequence[Any],
+    seq_length: int,
+    micro_batch_size: int,
+    forward_step: Callable[..., Any],
+) -> list[dict[str, Tensor]]:
+    """The reports of Megatron's schedule. Parameters' .grad is dropped too: an optimiser may have left its buffer there."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for model in models:
+        model.zero_grad_buffer()
+        for parameter in model.parameters():
+            parameter.grad = None
+    is_chunked = len(models) > 1
+    iterators = [iter(batches) for _ in models]
+    reports: list[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if is_chunked else iterators[0],
+        model=list(models) if is_chunked else models[0],
+        num_microbatches=len(batches),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
+    )
+    return reports
 
 
 def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGroups) -> dict[str, float]:

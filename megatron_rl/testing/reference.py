@@ -65,11 +65,6 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
     return samples
 
 
-def rollout_key(sample: StepSample, place: int) -> object:
-    """Equal for the samples of one rollout. place: of the sample in the step."""
-    return (None, place) if sample.rollout_id is None else sample.rollout_id
-
-
 def in_rollouts(samples: Sequence[StepSample]) -> list[StepSample]:
     """Ragged samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
     return [replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}") for place, sample in enumerate(samples)]

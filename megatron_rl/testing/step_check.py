@@ -39,6 +39,7 @@ from megatron_rl.testing.layout_step import (
     as_train_step_logs,
     gather_distributed_gradients,
     named_shards,
+    run_schedule,
 )
 from megatron_rl.testing.reference import CLIPS, DIVISOR, loss_by_hand, scale_of_terms
 from megatron_rl.testing.step_rows import Derivatives, Microbatch, Row, known_tokens, read_microbatch, row_problem
@@ -108,7 +109,7 @@ def check_step(
         raise ConfigError("check_step: kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")
     groups = resolve_groups(models[0])
     probe_schedule(calculate_per_token_loss=model_config.calculate_per_token_loss, ddp_config=models[0].ddp_config)
-    run = partial(_run, models, batches, seq_length, micro_batch_size)
+    run = partial(run_schedule, models, batches, seq_length, micro_batch_size)
     own = _Recorder(forward_step)
     reports = run(own)
     gradients = _gradients(models)
@@ -248,27 +249,6 @@ class _Exact:
         one, rows = next(self.microbatches), logits.flatten(0, -2)
         self.repeats_logits &= torch.allclose(rows.detach(), one.own_logits, rtol=REPEATED_LOGITS, atol=REPEATED_LOGITS)
         return self.scale((rows.float() * one.target(self.step.derivatives)).sum(), num_local_tokens=one.num_tokens)
-
-
-def _run(models: Sequence[Any], batches: Sequence[Any], seq_length: int, micro_batch_size: int, forward_step: Any) -> Any:
-    """The schedule's reports. Parameters' .grad is dropped too: an optimiser may have left its buffer there."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    for model in models:
-        model.zero_grad_buffer()
-        for parameter in model.parameters():
-            parameter.grad = None
-    is_chunked = len(models) > 1
-    iterators = [iter(batches) for _ in models]
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if is_chunked else iterators[0],
-        model=list(models) if is_chunked else models[0],
-        num_microbatches=len(batches),
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=False,
-    )
 
 
 def _gradients(models: Sequence[Any]) -> list[Shards]:
