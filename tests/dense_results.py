@@ -98,7 +98,7 @@ def dense_metrics(terms: StepTerms) -> dict[str, float]:
     if settings.correction == "none" and settings.sequence_delta is None:
         return found
     low, high = terms.bounds
-    is_kept = terms.is_kept().double()
+    is_kept = (terms.factors != 0).double()
     for sign, is_of_sign in {"positive": advantages > 0, "negative": advantages < 0}.items():
         if is_of_sign.any():
             found[f"correction_kept_{sign}"] = float(is_kept[is_of_sign].mean())

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.layout.context_groups import make_context_groups
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
@@ -24,7 +24,6 @@ from megatron_rl.layout.groups import (
     all_reduce_sum,
     broadcast_from_last,
     group_device,
-    process_group,
     resolve_group,
     resolve_groups,
 )
@@ -110,16 +109,15 @@ class Layout:
         return replace(self, context=context, data=self.context * self.data // context, context_sizes=())
 
     @property
-    def model_parallel(self) -> dict[str, int]:
+    def model_parallel(self) -> dict[str, int | None]:
         """Arguments of initialize_model_parallel."""
         sizes = {
             "tensor_model_parallel_size": self.tensor,
             "context_parallel_size": self.context,
             "pipeline_model_parallel_size": self.pipeline,
             "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
         }
-        if self.expert_tensor is not None:
-            sizes["expert_tensor_parallel_size"] = self.expert_tensor
         if self.virtual_pipeline is not None:
             sizes["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline
         return sizes
@@ -327,15 +325,14 @@ def make_step_batches(
 ) -> list[PolicyBatch]:
     """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
     without them has them, and then moved. model_config: of a model with multi-token prediction.
-    Communication: that of weigh_samples, and an all-reduce over dp-cp for the shape of the rows."""
+    Communication: that of weigh_samples, under context_sizes a gather of the samples over all ranks, and an all-reduce over dp-cp
+    for the shape of the rows."""
     numbers = range(len(step))[groups.dp.rank() :: groups.dp.size()]
     mine = [step[number] for number in numbers]
     samples, totals = weigh_samples(policy_config, mine, groups)
     weighed = dict(zip(numbers, samples, strict=True))
-    if layout.context_sizes and groups.dp.size() > 1:
-        of_ranks: list[Any] = [None] * groups.dp.size()
-        dist.all_gather_object(of_ranks, weighed, group=process_group(groups.dp))
-        weighed = {number: sample for of_rank in of_ranks for number, sample in of_rank.items()}
+    if layout.context_sizes:
+        weighed = {number: sample for of_rank in all_gather_objects(weighed) for number, sample in of_rank.items()}
     parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step))] for index in range(layout.num_microbatches)]
     sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
     context = StepContext(

@@ -28,7 +28,6 @@ class LossBatch:
     document_ids: Tensor  # [T] int64, which of the N documents
     token_counts: Tensor  # [N] int64, unmasked tokens of the whole document
     prompt_token_counts: Tensor  # [N] int64, unmasked tokens of its prompt's documents in the step
-    prompt_ids: tuple[str, ...]  # N
     num_samples: int
     num_prompts: int
     num_tokens: int
@@ -83,7 +82,6 @@ class WholeStep:
             document_ids=torch.arange(len(mine)).repeat_interleave(cu_seqlens.diff()),
             token_counts=torch.tensor([self.counts[index] for index in mine], dtype=torch.int64),
             prompt_token_counts=torch.tensor([self.prompt_counts[sample.prompt_id] for sample in chosen], dtype=torch.int64),
-            prompt_ids=tuple(sample.prompt_id for sample in chosen),
             num_samples=len(self.samples),
             num_prompts=len(self.prompt_counts),
             num_tokens=sum(self.counts),

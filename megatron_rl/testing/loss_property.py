@@ -104,16 +104,13 @@ def _run(pool: RankPool, layout: Layout, *shared) -> list[_Part]:
     return pool.run(_part_on_rank, layout, *shared, world_size=layout.world_size, **sizes)
 
 
-def make_groups(rank: int, layout: Layout, backend: str = "gloo") -> ParallelGroups:
+def make_groups(layout: Layout) -> ParallelGroups:
     """This rank's groups in Megatron's order of ranks: tp fastest, then cp, then dp. Each rank makes every group."""
     ranks = torch.arange(layout.world_size).view(layout.data, layout.context, layout.tensor)
     both = ranks.reshape(-1, layout.tensor)
     groups = {}
-    for members_of_all, name in ((ranks, "tp"), (ranks.movedim(1, -1), "cp"), (ranks.movedim(0, -1), "dp"), (both.T, "dp_cp")):
-        for members in members_of_all.reshape(-1, members_of_all.shape[-1]).tolist():
-            group = dist.new_group(members, backend=backend)
-            if rank in members:
-                groups[name] = group
+    for members, name in ((ranks, "tp"), (ranks.movedim(1, -1), "cp"), (ranks.movedim(0, -1), "dp"), (both.T, "dp_cp")):
+        groups[name], _ = dist.new_subgroups_by_enumeration(members.reshape(-1, members.shape[-1]).tolist())
     return ParallelGroups(**groups)
 
 
@@ -121,7 +118,7 @@ def _part_on_rank(
     rank: int, layout: Layout, loss: Loss, samples: list[StepSample], reduction: str, vocab_size: int, dtype: torch.dtype
 ) -> _Part:
     sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
-    by_size = {size: make_groups(rank, layout.over(size)) for size in sorted({*sizes})}
+    by_size = {size: make_groups(layout.over(size)) for size in sorted({*sizes})}
     step = WholeStep(samples, vocab_size, dtype)
     tp_rank, columns = by_size[sizes[0]].tp.rank(), vocab_size // layout.tensor
     shard = slice(tp_rank * columns, (tp_rank + 1) * columns)

@@ -21,12 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import (
-    Backend,
-    CorrectionLevel,
-    GradientDivisor,
-    PolicyLossConfig,
-)
+from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
@@ -85,12 +80,8 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if name in oracle.AGGREGATIONS)
 PROBE = "schedule probe"
 LOGITS, FUSED = "logits", "fused head"
-ALL_TERMS, DUAL_CLIP, DIVIDED, ROLLOUTS = (
-    "KL + entropy + temperature",
-    "dual clip",
-    "gradient / samples",
-    "rollouts of several samples",
-)
+ALL_TERMS = "KL + entropy + temperature"
+DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -250,7 +241,7 @@ class WholeSteps:
     def __init__(self, asked: Layout, world_size: int, cases: Sequence[Case], shape: ModelShape | None = None):
         self.layout = complete_layout(asked, world_size)
         self.tiny = model_for(self.layout) if shape is None else tiny_like(shape, self.layout)
-        self.model = "" if shape is None else f"{self.tiny.num_layers} layers like {shape.name} ({shape.source})"
+        self.model = "" if shape is None else f"{self.tiny.num_layers} layers like {shape.source}"
         self.samples = ragged_samples(num_samples=max(len(SHAPES), self.layout.data * self.layout.num_microbatches))
         os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some containers set it
         torch.set_float32_matmul_precision("highest")  # TF32's 10-bit mantissa is as large as the errors that the selftest finds
