@@ -32,7 +32,6 @@ class DenseSample:
     ref: list[float] | None
     importance: list[float]
     prompt: str
-    kept: list[list[int]] | None = None  # the ids that the sampler drew from; None: all
     rollout_id: str | None = None  # equal for the rows of a rollout; None: the sample is one
 
 
@@ -49,10 +48,8 @@ class DenseSettings:
     bounds: tuple[float | None, float | None] = (None, None)
     sequence_delta: float | None = None
     kl_estimator: str = "k3"
-    kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
-    entropy_score: str = "full"  # likewise of the entropy
     temperature: float = 1.0
 
 
@@ -278,34 +275,20 @@ ESTIMATORS: dict[str, Estimator] = {
 class Scores:
     """What the policy says of the unmasked tokens of a step, in their order, [T] each, with graph."""
 
-    log_probs: Tensor  # over the ids that the sampler drew from
+    log_probs: Tensor
     entropy: Tensor
     compared: Tensor  # the log-probabilities that the KL term compares with ref
-    kept_mass: Tensor | None = None  # the probability of the ids that the sampler drew from
-
-
-def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
-    """log pi(label) where the sampler draws from the kept ids alone: -log sum_{k kept} exp(x_k - x_label)."""
-    return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
 
 
 def scores_of(
     logits: Tensor,  # [T, V], of the unmasked tokens
     labels: Sequence[int],
     settings: DenseSettings,
-    kept: Sequence[Sequence[int]] | None = None,  # the ids that the sampler drew from
 ) -> Scores:
     rows = torch.log_softmax(logits.double() / settings.temperature, -1)
     one_hot = torch.nn.functional.one_hot(torch.tensor(labels, dtype=torch.int64, device=rows.device), rows.shape[1])
     full, entropy = (one_hot * rows).sum(-1), -(rows.exp() * rows).sum(-1)
-    if not kept:
-        return Scores(full, entropy, full)
-    new = torch.stack([over_kept(*of_token) for of_token in zip(rows, kept, labels, strict=True)])
-    if settings.entropy_score == "support":
-        of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
-        entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
-    mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
-    return Scores(new, entropy, full if settings.kl_score == "full" else new, mass)
+    return Scores(full, entropy, full)
 
 
 def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], settings: DenseSettings) -> list[float]:

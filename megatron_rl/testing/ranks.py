@@ -34,8 +34,6 @@ from megatron_rl.megatron.cpu import import_megatron, install_cpu_support
 _GRACE_SECONDS = 30.0
 # No answer within this is a hang, on a machine whose cores others share too.
 HANG_SECONDS = 300.0
-# The caller ends a rank after the timeout. A rank that runs this much longer has lost its caller.
-_ORPHAN_SECONDS = 15
 _SEED = 123
 
 
@@ -256,7 +254,7 @@ class _ServedRank:
                 return
             try:
                 job = pickle.loads(payload) if job is None else job
-                signal.alarm(int(self.timeout) + _ORPHAN_SECONDS)
+                signal.alarm(int(self.timeout + _GRACE_SECONDS))  # the caller ends it before; it has lost its caller
                 self._prepare(job)
                 answer = pickle.dumps((True, job.function(self.number, *job.args)))
             except BaseException:

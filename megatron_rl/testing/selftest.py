@@ -249,9 +249,8 @@ class WholeSteps:
         why_no_own_groups = [*own_group_problems_of(self.tiny.expert_options)]
         if self.layout.data * self.layout.context == 1:
             why_no_own_groups.append("one rank has the whole of each micro-batch")
-        why_no_triton = "its kernels need CUDA, and the ranks are on the CPU"
-        if self.device.type == "cuda":
-            why_no_triton = why_triton_is_missing() or ""
+        on_cpu = "its kernels need CUDA, and the ranks are on the CPU"
+        why_no_triton = why_triton_is_missing() if self.device.type == "cuda" else on_cpu
         self.left_out = [f"own cp groups: {problem}" for problem in why_no_own_groups]
         self.left_out += [f"Triton: {why_no_triton}"] if why_no_triton else []
         if why_no_own_groups:

@@ -117,9 +117,9 @@ def check_step(
 
     def read() -> list[Row]:
         rows = []
-        for number, (logits, gradient, batch) in enumerate(zip(own.logits, own.gradients, own.batches, strict=True)):
-            part = groups.dp_cp.rank(), number
-            microbatch, of_one = read_microbatch(part, logits, gradient, places_of(batch), samples, config, groups, vocab_size)
+        for number, (logits, gradient) in enumerate(zip(own.logits, own.gradients, strict=True)):
+            part, places = (groups.dp_cp.rank(), number), places_of(batches[number])
+            microbatch, of_one = read_microbatch(part, logits, gradient, places, samples, config, groups, vocab_size)
             microbatches.append(microbatch)
             rows += of_one
         return [] if groups.tp.rank() else rows  # all ranks of tp have the same
@@ -209,23 +209,20 @@ def _other_aggregations(samples: Sequence[StepSample], config: PolicyLossConfig)
 
 
 class _Recorder:
-    """The loop's forward_step; keeps logits, batch and gradient by the logits of each micro-batch of the last pipeline stage."""
+    """The loop's forward_step; keeps the logits and the gradient by them of each micro-batch of the last pipeline stage."""
 
     def __init__(self, forward_step: ForwardStep):
         self.forward_step = forward_step
         self.logits: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        self.batches: list[Any] = []
 
     def __call__(self, iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch = next(iterator)
-        output, loss_func = self.forward_step(iter([batch]), model)
+        output, loss_func = self.forward_step(iterator, model)
 
         def recorded(logits: Tensor) -> Any:
             logits.register_hook(partial(self._keep, len(self.logits)))
             self.logits.append(logits.detach().flatten(0, -2).clone())  # the loop's loss may overwrite the logits
             self.gradients.append(torch.zeros_like(self.logits[-1]))
-            self.batches.append(batch)
             return loss_func(logits)
 
         return output, recorded
