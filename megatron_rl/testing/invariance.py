@@ -5,7 +5,7 @@
         found = step_on_layout(pool, Layout(tensor=2, context=2, num_microbatches=2), step, config)
         assert found.gradient_error(truth) < 1e-5
 
-No factor here undoes a layout by hand. layout_step.py holds what the ranks do.
+No factor undoes a layout by hand: schedule, DDP and optimiser are Megatron's. layout_step.py holds what the ranks do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What one rank of a layout does in a step: it builds the model, DDP and optimiser, runs the step, and returns its gradient shards.
-
-No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron's, as in a training run.
-"""
+"""What one rank of a layout does in a step: builds the model, DDP and optimiser, runs the step, and returns its gradient shards."""
 
 from __future__ import annotations
 

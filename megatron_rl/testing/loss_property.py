@@ -139,7 +139,8 @@ def assert_layout_invariant(
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-5,
 ) -> None:
-    """Raises AssertionError with each layout whose gradient by the logits is not the one of one process and one micro-batch.
+    """Raises AssertionError with each layout whose gradient by the logits is not the one of one process and one micro-batch, and
+    RankError where the loss fails there.
 
     reduction: what happens to the values that the ranks return. "sum": they are added over micro-batches, dp and cp, as this
     package's losses want it. "mean": averaged over all of them, as DDP and a loop that divides by its micro-batches do.
@@ -152,10 +153,7 @@ def assert_layout_invariant(
         raise ConfigError(f"reduction={reduction!r} with {len(layouts)} layouts: give sum or mean, and at least one layout")
     samples = ragged_samples(vocab_size=vocab_size) if samples is None else list(samples)
     shared = (loss, samples, reduction, vocab_size, dtype)
-    try:
-        (alone,) = _run(pool, Layout(), *shared)
-    except RankError as error:
-        raise AssertionError(f"on one process with one micro-batch: {_first_of(error)}") from None
+    (alone,) = _run(pool, Layout(), *shared)
     truth = alone.gradient
     if not 0 < truth.norm() < math.inf:
         raise AssertionError("on one process the gradient by the logits is 0 or not finite: there is nothing to compare")
@@ -164,7 +162,8 @@ def assert_layout_invariant(
         try:
             parts = _run(pool, layout, *shared)
         except RankError as error:
-            faults.append(f"  {layout}: {_first_of(error)}")
+            rank, text = next(iter(error.errors.items()))  # the first to fail: its traceback, or the stack where it hangs
+            faults.append(f"  {layout}: rank {rank}: {text.rstrip()}")
             break
         found = torch.stack([part.gradient for part in parts]).sum(0)
         if not (found - truth).norm() <= tolerance * truth.norm():
@@ -176,12 +175,6 @@ def assert_layout_invariant(
             faults.append(f"  {layout}: padding has a gradient: mask it by batch.loss_mask")
     if faults:
         raise AssertionError("\n".join(["the gradient depends on the layout:", *faults]))
-
-
-def _first_of(error: RankError) -> str:
-    """Of the rank that failed first: its traceback, or the stack where it hangs."""
-    rank, text = next(iter(error.errors.items()))
-    return f"rank {rank}: {text.rstrip()}"
 
 
 def _run(pool: RankPool, layout: Layout, *shared) -> list[_Part]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import operator
 import os
 import random
 import sys
@@ -275,7 +274,7 @@ class WholeSteps:
         found, names = compare(step, truth, model.groups), ""
         if not found.gradient_error < BOUND:
             trained = [name for name, gradient in truth.gradient.items() if gradient.any()]
-            of_each = {name: compare_part(step, truth, model.groups, partial(operator.eq, name)) for name in trained}
+            of_each = {name: compare_part(step, truth, model.groups, [name]) for name in trained}
             wrong = [name for name, one in of_each.items() if not one.gradient_error < BOUND]
             if 0 < len(wrong) < len(trained):
                 found, names = of_each[wrong[0]], f"{', '.join(wrong)}: "

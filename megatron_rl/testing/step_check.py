@@ -158,10 +158,10 @@ def check_step(
             "whose ratios lie on both sides of the clip, and near it",
             stacklevel=2,
         )
-    if found.is_within(tolerance):
+    if not found.cause(tolerance, {}):
         return found
     mistake = ""
-    if not found.gradient_error < tolerance and found.is_no_multiple:
+    if not found.gradient_error < tolerance and MULTIPLE_TOLERANCE * abs(found.ratio) <= found.residual < math.inf:
         fit, match = (FIT_OF_16_BITS, MATCH_OF_16_BITS) if is_16_bit else (FIT, MATCH)
         mistake = _Mistakes(rows, samples, known, config, step, match).name(fit)
     num_rows = len(own.logits[0]) if own.logits else 1
