@@ -33,8 +33,6 @@ class StepResult:
 
     def gradient_error(self, truth: StepResult) -> float:
         """Norm of the difference over the norm of the truth, all parameters as one vector."""
-        if self.gradient.keys() != truth.gradient.keys():
-            raise KeyError(f"parameters differ: {sorted(self.gradient.keys() ^ truth.gradient.keys())}")
         difference = sum(float((self.gradient[name] - value).square().sum()) for name, value in truth.gradient.items())
         return (difference / sum(float(value.square().sum()) for value in truth.gradient.values())) ** 0.5
 

@@ -98,15 +98,17 @@ class Layout:
     def local_multiple(self) -> int:
         return self.tensor if self.sequence_parallel else 1
 
-    def context_of(self, microbatch: int) -> int:
-        return self.context_sizes[microbatch] if self.context_sizes else self.context
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The context-parallel size of each micro-batch."""
+        return self.context_sizes or (self.context,) * self.num_microbatches
 
     def over(self, context: int) -> Layout:
         """As many ranks with another context-parallel size."""
         return replace(self, context=context, data=self.context * self.data // context, context_sizes=())
 
     @property
-    def model_parallel(self) -> dict[str, int | None]:
+    def model_parallel(self) -> dict[str, Any]:
         """Arguments of initialize_model_parallel."""
         sizes = {
             "tensor_model_parallel_size": self.tensor,
@@ -307,7 +309,7 @@ def samples_of(layout: Layout, groups: ParallelGroups, microbatch: int, num_samp
     prompt groups."""
     if not layout.context_sizes:
         return range(num_samples)[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches]
-    size = layout.context_of(microbatch)
+    size = layout.contexts[microbatch]
     number, num_groups = groups.dp_cp.rank() // size, groups.dp_cp.size() // size
     return range(num_samples)[microbatch :: layout.num_microbatches][number::num_groups]
 
@@ -331,7 +333,7 @@ def make_step_batches(
     if layout.context_sizes:
         weighed = {number: sample for of_rank in all_gather_objects(weighed) for number, sample in of_rank.items()}
     parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step))] for index in range(layout.num_microbatches)]
-    sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
+    sizes = layout.contexts
     context = StepContext(
         totals=totals,
         num_microbatches=len(parts),
@@ -360,8 +362,7 @@ def make_step_batches(
 def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     """The length of the longest sample's row, padded for this layout."""
     longest = max(len(sample.tokens) for sample in step)
-    sizes = layout.context_sizes or (layout.context,)
-    return max(padded_length(longest, size, multiple=layout.local_multiple) for size in sizes)
+    return max(padded_length(longest, size, multiple=layout.local_multiple) for size in layout.contexts)
 
 
 def gather_distributed_gradients(models) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -120,13 +119,6 @@ LAYOUTS = (
 Loss = Callable[[Tensor, LossBatch], Tensor]  # logits [T, V / tp] -> 0-d
 
 
-class _Part(NamedTuple):
-    """One rank's result. gradient: [tokens of all samples, V], zero outside this rank's part."""
-
-    gradient: Tensor
-    reaches_padding: bool
-
-
 def assert_layout_invariant(
     pool: RankPool,
     loss: Loss,
@@ -153,8 +145,7 @@ def assert_layout_invariant(
         raise ConfigError(f"reduction={reduction!r} with {len(layouts)} layouts: give sum or mean, and at least one layout")
     samples = ragged_samples(vocab_size=vocab_size) if samples is None else list(samples)
     shared = (loss, samples, reduction, vocab_size, dtype)
-    (alone,) = _run(pool, Layout(), *shared)
-    truth = alone.gradient
+    ((truth, _),) = _run(pool, Layout(), *shared)
     if not 0 < truth.norm() < math.inf:
         raise AssertionError("on one process the gradient by the logits is 0 or not finite: there is nothing to compare")
     faults = []
@@ -165,19 +156,19 @@ def assert_layout_invariant(
             rank, text = next(iter(error.errors.items()))  # the first to fail: its traceback, or the stack where it hangs
             faults.append(f"  {layout}: rank {rank}: {text.rstrip()}")
             break
-        found = torch.stack([part.gradient for part in parts]).sum(0)
+        found = torch.stack([gradient for gradient, _ in parts]).sum(0)
         if not (found - truth).norm() <= tolerance * truth.norm():
             ratio = float((found * truth).sum() / truth.square().sum())
             residual = float((found - ratio * truth).norm() / truth.norm())
             cause = cause_of_gradient(ratio, residual, named_sizes(layout, samples), expected="one process's")
             faults.append(f"  {layout}: {cause}")
-        elif any(part.reaches_padding for part in parts):
+        elif any(reaches_padding for _, reaches_padding in parts):
             faults.append(f"  {layout}: padding has a gradient: mask it by batch.loss_mask")
     if faults:
         raise AssertionError("\n".join(["the gradient depends on the layout:", *faults]))
 
 
-def _run(pool: RankPool, layout: Layout, *shared) -> list[_Part]:
+def _run(pool: RankPool, layout: Layout, *shared) -> list[tuple[Tensor, bool]]:
     sizes = layout.model_parallel if pool.use_megatron else {}
     return pool.run(_part_on_rank, layout, *shared, world_size=layout.world_size, **sizes)
 
@@ -194,15 +185,15 @@ def make_groups(layout: Layout) -> ParallelGroups:
 
 def _part_on_rank(
     rank: int, layout: Layout, loss: Loss, samples: list[StepSample], reduction: str, vocab_size: int, dtype: torch.dtype
-) -> _Part:
-    sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
-    by_size = {size: make_groups(layout.over(size)) for size in sorted({*sizes})}
+) -> tuple[Tensor, bool]:  # [tokens of all samples, V]
+    """The gradient, zero outside this rank's part, and whether padding has one."""
+    by_size = {size: make_groups(layout.over(size)) for size in sorted({*layout.contexts})}
     step = WholeStep(samples, vocab_size, dtype)
-    tp_rank, columns = by_size[sizes[0]].tp.rank(), vocab_size // layout.tensor
+    tp_rank, columns = by_size[layout.contexts[0]].tp.rank(), vocab_size // layout.tensor
     shard = slice(tp_rank * columns, (tp_rank + 1) * columns)
     gradient = torch.zeros_like(step.logits)
     reaches_padding = False
-    for index, groups in enumerate(by_size[size] for size in sizes):
+    for index, groups in enumerate(by_size[size] for size in layout.contexts):
         mine = list(samples_of(layout, groups, index, len(samples)))
         batch, rows, is_token = step.batch(mine, layout, groups, vocab_start=shard.start)
         leaf = step.logits[rows, shard].clone().requires_grad_()
@@ -214,4 +205,4 @@ def _part_on_rank(
             reaches_padding |= bool((part[~is_token] != 0).any())
     if reduction == "mean":
         gradient /= layout.data * layout.context * layout.num_microbatches
-    return _Part(gradient, reaches_padding)
+    return gradient, reaches_padding
