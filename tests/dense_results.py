@@ -13,11 +13,58 @@ from megatron_rl.testing.oracle import (
     ONE_RATIO_A_SAMPLE,
     DenseSample,
     DenseSettings,
+    Scores,
     StepTerms,
     bounded_exp,
     k3,
     scores_of,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSample(DenseSample):
+    """kept: the ids that the sampler drew from; None: all."""
+
+    kept: list[list[int]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSettings(DenseSettings):
+    """Whether ref and the KL term, and the entropy, are over all ids ("full"), or over the kept ones ("support")."""
+
+    kl_score: str = "full"
+    entropy_score: str = "full"
+
+
+@dataclass(frozen=True)
+class SetScores(Scores):
+    """kept_mass: the probability of the kept ids; None: all are kept."""
+
+    kept_mass: Tensor | None = None
+
+
+def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
+    """log pi(label) where the sampler draws from the kept ids alone: -log sum_{k kept} exp(x_k - x_label)."""
+    return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
+
+
+def scores_over(
+    logits: Tensor,  # [T, V], of the unmasked tokens
+    labels: Sequence[int],
+    settings: SetSettings,
+    kept: Sequence[Sequence[int]],  # empty: all ids
+) -> SetScores:
+    scores = scores_of(logits, labels, settings)
+    full, entropy = scores.log_probs, scores.entropy
+    if not kept:
+        return SetScores(full, entropy, full)
+    rows = torch.log_softmax(logits.double() / settings.temperature, -1)
+    new = torch.stack([over_kept(*of_token) for of_token in zip(rows, kept, labels, strict=True)])
+    if settings.entropy_score == "support":
+        of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
+        entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
+    mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
+    return SetScores(new, entropy, full if settings.kl_score == "full" else new, mass)
 
 
 @dataclass(frozen=True)
@@ -32,13 +79,13 @@ class DenseResult:
     num_unmasked: int
 
 
-def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
+def dense_step(samples: Sequence[SetSample], logits: Tensor, settings: SetSettings) -> DenseResult:
     """logits: [all tokens of all samples, V], in order."""
     leaf = logits.double().detach().requires_grad_()
     is_live = torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)
     tokens = [(sample, t) for sample in samples for t, is_live in enumerate(sample.mask) if is_live]
     kept = [sample.kept[t] for sample, t in tokens if sample.kept is not None]
-    scores = scores_of(leaf[is_live], [sample.labels[t] for sample, t in tokens], settings, kept)
+    scores = scores_over(leaf[is_live], [sample.labels[t] for sample, t in tokens], settings, kept)
     terms = StepTerms(samples, scores, settings)
     loss = terms.loss() + 0.0 * leaf.sum()
     (gradient,) = torch.autograd.grad(loss, leaf)
@@ -98,7 +145,7 @@ def dense_metrics(terms: StepTerms) -> dict[str, float]:
     if settings.correction == "none" and settings.sequence_delta is None:
         return found
     low, high = terms.bounds
-    is_kept = terms.is_kept().double()
+    is_kept = (terms.factors != 0).double()
     for sign, is_of_sign in {"positive": advantages > 0, "negative": advantages < 0}.items():
         if is_of_sign.any():
             found[f"correction_kept_{sign}"] = float(is_kept[is_of_sign].mean())

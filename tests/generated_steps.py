@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from dense_results import SetSample, SetSettings, over_kept
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
-from megatron_rl.testing.oracle import USUAL_BOUNDS, DenseSample, DenseSettings, over_kept
+from megatron_rl.testing.oracle import USUAL_BOUNDS
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
 CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows
@@ -147,7 +148,7 @@ class Case:
     shape: str
     split: Split
     door: Door
-    settings: DenseSettings
+    settings: SetSettings
     per: str  # what advantages are given for: "sample" or "token"
     has_importance: bool
     is_on_policy: bool
@@ -206,7 +207,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
     usual = decks.draw("has usual bounds", [True, False, False])
     has_usual = usual and (kind, level) in USUAL_BOUNDS
     low, high = (math.nan, math.nan) if loss.clip_ratios is None else CLIP
-    settings = DenseSettings(
+    settings = SetSettings(
         loss=name,
         low=low,
         high=high,
@@ -284,7 +285,7 @@ def possible(case: Case) -> Case:
 class Step:
     """The samples of a case with their logits, and the head that makes them."""
 
-    samples: list[DenseSample]
+    samples: list[SetSample]
     hidden: Tensor  # [all tokens, H] float64
     weight: Tensor  # [V, H] float64; real columns alone
     logits: Tensor  # [all tokens, V] float64
@@ -317,7 +318,7 @@ def step_of(case: Case) -> Step:
     return Step(samples, hidden, weight, logits)
 
 
-def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers: random.Random) -> DenseSample:
+def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers: random.Random) -> SetSample:
     length, loss = log_softmax.shape[0], get_policy_loss(case.loss)
     labels = [numbers.randrange(shape.vocabulary) for _ in range(length)]
     kept = kept_ids(case, shape, index, labels)
@@ -334,7 +335,7 @@ def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers
         rollout = old
     advantage = 0.0 if index == 3 else numbers.gauss(0.0, 1.0)
     varies = case.per == "token" and loss.level != "sequence"
-    return DenseSample(
+    return SetSample(
         labels=labels,
         mask=[is_live(shape.masked, index, numbers) for _ in range(length)],
         advantages=[numbers.choice((advantage, 0.0, -advantage)) if varies else advantage for _ in range(length)],

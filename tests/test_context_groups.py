@@ -269,21 +269,25 @@ class HybridModel(LayoutModel):
         """rounds: the numbers of this rank's samples. sizes: of the groups of the rank's micro-batches."""
         self.rounds, numbers = rounds, [number for of_round in rounds for number in of_round]
         self.layout = replace(self.layout, num_microbatches=len(numbers), context_sizes=tuple(sizes))
-        with mock.patch.object(layout_step, "samples_of", lambda layout, groups, index, *_: numbers[index : index + 1]):
+        with (
+            mock.patch.object(layout_step, "samples_of", lambda layout, groups, index, *_: numbers[index : index + 1]),
+            mock.patch.object(layout_step, "run_schedule", self.run_in_rounds),
+        ):
             return self.step(config, samples)
 
-    def run_schedule(self, forward_step, batches):
+    def run_in_rounds(self, models, batches, seq_length, micro_batch_size, forward_step):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         rest = iter(batches)
         rounds = HybridRounds([[next(rest) for _ in of_round] for of_round in self.rounds], self.groups.dp_cp)
-        shape = {"seq_length": batches[0].tokens.shape[1] * self.groups.cp.size(), "micro_batch_size": 1, "forward_only": False}
         return get_forward_backward_func()(
             forward_step_func=rounds.forward_step(forward_step),
             data_iterator=rounds.data_iterator(),
-            model=self.models[0],
+            model=models[0],
             num_microbatches=rounds.num_microbatches,
-            **shape,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=False,
         )
 
 

@@ -34,7 +34,7 @@ from trainer_cases import (
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.testing.comparison import Truth
-from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
+from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout
 from megatron_rl.testing.reference import (
     double_model,
     global_parameters,
@@ -297,7 +297,7 @@ def truth_on_rank(rank, tiny) -> dict[str, Truth]:
     samples = ragged_samples()
     model = double_model(tiny, samples)
     scores = scores_of(samples, model_logits(model, samples, tiny))
-    step = with_old_log_probs(samples, [of_sample.log_probs.tolist() for of_sample in scores])
+    step = [replace(sample, old_log_probs=one.log_probs.tolist()) for sample, one in zip(samples, scores, strict=True)]
     leaves, truths = global_parameters(model), {}
     for name in ORACLE:
         loss = loss_by_hand(step, scores, config_of(name, "sample_mean"))

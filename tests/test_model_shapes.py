@@ -280,7 +280,7 @@ def test_the_selftest_runs_a_model_of_the_field_and_names_the_parameters_that_ar
     ]
     assert [row.name for row in rows] == [f"grpo token_mean, {contract}" for contract in contracts]
     assert all(row.passed and 0 < row.gradient_error < 2e-6 for row in rows), rows
-    assert "\n2 layers like gpt-oss (openai/gpt-oss-20b)\n" in text
+    assert "\n2 layers like openai/gpt-oss-20b\n" in text
     sinks = ", ".join(f"decoder.layers.{number}.self_attention.core_attention.softmax_offset" for number in range(2))
     for row in of_sinks[1:]:
         assert not row.passed and row.cause.startswith(f"{sinks}: gradient is 0.5 of expected = 1/cp: ")

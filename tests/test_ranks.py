@@ -240,7 +240,7 @@ def test_ranks_that_hang_are_named_with_the_place_and_leave_no_process(tmp_path,
     with pytest.raises(RankError, match=r"1 of 3 ranks failed") as caught:
         run_ranks(sleep_on_rank_1, 3, use_megatron=False)
     (report,) = caught.value.errors.values()
-    assert "gave no answer within 300 s" in report and "in sleep_on_rank_1" in report
+    assert "gave no answer in time" in report and "in sleep_on_rank_1" in report
     let_time_run_out(monkeypatch, 2, have_begun(6))
     with pytest.raises(RankError, match=r"2 of 3 ranks failed") as caught:
         run_ranks(skip_a_collective, 3, use_megatron=False)

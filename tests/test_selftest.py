@@ -246,11 +246,11 @@ def test_a_comparison_by_hand():
     for name in Comparison.__slots__:
         assert getattr(got, name) == pytest.approx(getattr(expected, name)), name
     nan = compare(found(torch.full((2,), math.nan, dtype=torch.float64)), truth, ParallelGroups())
-    assert not nan.is_within(1e9) and nan.cause(1e9, {}).startswith("gradient is not finite: a division by 0")
+    assert nan.cause(1e9, {}).startswith("gradient is not finite: a division by 0")
     without_optimizer = compare(
         RankStep(4.0, [{"a": Shard(None, 0, 1, truth.gradient["a"])}], None, {}, {}), truth, ParallelGroups()
     )
-    assert without_optimizer.norm_error is None and without_optimizer.is_within(1e-9) and without_optimizer.cause(1e-9, {}) == ""
+    assert without_optimizer.norm_error is None and without_optimizer.cause(1e-9, {}) == ""
     zero = compare(found(torch.zeros(2, dtype=torch.float64), loss=4.0), truth, ParallelGroups())
     assert zero.cause(1e-5, {}) == "no gradient arrives"
 

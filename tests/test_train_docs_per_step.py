@@ -22,7 +22,8 @@ from test_train_command import Command, imported_megatron, in_an_empty_directory
 from megatron_rl.accumulation import Deal
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.loss_hub import loss_aggregation_names
-from megatron_rl.testing.reference import DIVISOR, weights_by_hand
+from megatron_rl.testing import oracle
+from megatron_rl.testing.reference import DIVISOR, dense_samples
 from megatron_rl.train.collection import with_ref_log_probs
 from megatron_rl.train.document_steps import DocumentSteps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
@@ -287,8 +288,10 @@ def test_short_micro_batches_do_not_dominate(pool, tmp_path):
             samples = [sample for of_rank, _, _ in parts for sample in of_rank]
             assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({int(s.loss_mask.sum()) for s in samples}) > 1
             # On-policy every ratio is 1, so the loss is - sum_i w_i m_i A_i.
-            weights = weights_by_hand(samples, config.loss_aggregation)
-            expected = -math.fsum(w * int(s.loss_mask.sum()) * s.advantage for w, s in zip(weights, samples, strict=True))
+            counts = [int(sample.loss_mask.sum()) for sample in samples]
+            settings = oracle.DenseSettings(aggregation=config.loss_aggregation, divisor=DIVISOR)
+            weights = oracle.token_weights(dense_samples(samples), counts, settings)
+            expected = -math.fsum(w * m * s.advantage for w, m, s in zip(weights, counts, samples, strict=True))
             for _, _, metrics in parts:
                 # Sums of some dozen float32 terms of order 1.
                 assert metrics["loss/policy"] == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,20 +45,11 @@ class Comparison:
     loss_ratio: float = math.nan
     norm_error: float | None = None
 
-    @property
-    def is_no_multiple(self) -> bool:
-        """Whether the gradient has another direction than the true one."""
-        return math.isfinite(self.ratio) and math.isfinite(self.residual) and self.residual >= MULTIPLE_TOLERANCE * abs(self.ratio)
-
     def with_loss(self, found: float, expected: float, scale: float) -> Comparison:
         return replace(self, loss_error=abs(found - expected) / scale, loss_ratio=found / expected if expected else math.nan)
 
-    def is_within(self, tolerance: float) -> bool:
-        errors = (self.gradient_error, self.loss_error or 0.0, self.norm_error or 0.0)
-        return all(error < tolerance for error in errors)  # NaN is not
-
     def cause(self, tolerance: float, sizes: Mapping[str, int]) -> str:
-        """What is wrong, in words; empty where nothing is. sizes: the factors that have a name."""
+        """What is wrong, in words; empty where each error is below the tolerance, as NaN is not. sizes: named factors."""
         parts = []
         if not self.gradient_error < tolerance:
             parts.append(cause_of_gradient(self.ratio, self.residual, sizes))
@@ -106,15 +97,15 @@ def named_sizes(layout: Layout, samples: Sequence[StepSample], *, rows: int = 1)
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
     """The comparison with the whole gradient: this rank's shards are cut out of it. As compare_shards."""
-    compared = compare_part(found, truth, groups, lambda name: True).with_loss(found.loss, truth.loss, truth.loss_scale)
+    compared = compare_part(found, truth, groups, truth.gradient).with_loss(found.loss, truth.loss, truth.loss_scale)
     return replace(compared, norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0))
 
 
-def compare_part(found: RankStep, truth: Truth, groups: ParallelGroups, is_one: Callable[[str], bool]) -> Comparison:
-    """As compare_shards, of the parameters whose global names is_one takes."""
-    shards = [{name: shard for name, shard in chunk.items() if is_one(name)} for chunk in found.gradients]
+def compare_part(found: RankStep, truth: Truth, groups: ParallelGroups, names: Collection[str]) -> Comparison:
+    """As compare_shards, of the parameters with these global names."""
+    shards = [{name: shard for name, shard in chunk.items() if name in names} for chunk in found.gradients]
     expected = {name: shard.cut_from(truth.gradient[name]) for chunk in shards for name, shard in chunk.items()}
-    has_experts = any(is_of_expert(name) for name in truth.gradient if is_one(name))
+    has_experts = any(map(is_of_expert, names))
     return compare_shards(shards, expected, groups, has_experts=has_experts)
 
 

@@ -1,7 +1,4 @@
-"""What one rank of a layout does in a step: it builds the model, DDP and optimiser, runs the step, and returns its gradient shards.
-
-No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron's, as in a training run.
-"""
+"""What one rank of a layout does in a step: builds the model, DDP and optimiser, runs the step, and returns its gradient shards."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.layout.context_groups import make_context_groups
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
@@ -24,7 +21,6 @@ from megatron_rl.layout.groups import (
     all_reduce_sum,
     broadcast_from_last,
     group_device,
-    process_group,
     resolve_group,
     resolve_groups,
 )
@@ -102,24 +98,25 @@ class Layout:
     def local_multiple(self) -> int:
         return self.tensor if self.sequence_parallel else 1
 
-    def context_of(self, microbatch: int) -> int:
-        return self.context_sizes[microbatch] if self.context_sizes else self.context
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The context-parallel size of each micro-batch."""
+        return self.context_sizes or (self.context,) * self.num_microbatches
 
     def over(self, context: int) -> Layout:
         """As many ranks with another context-parallel size."""
         return replace(self, context=context, data=self.context * self.data // context, context_sizes=())
 
     @property
-    def model_parallel(self) -> dict[str, int]:
+    def model_parallel(self) -> dict[str, Any]:
         """Arguments of initialize_model_parallel."""
         sizes = {
             "tensor_model_parallel_size": self.tensor,
             "context_parallel_size": self.context,
             "pipeline_model_parallel_size": self.pipeline,
             "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
         }
-        if self.expert_tensor is not None:
-            sizes["expert_tensor_parallel_size"] = self.expert_tensor
         if self.virtual_pipeline is not None:
             sizes["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline
         return sizes
@@ -161,7 +158,6 @@ class TinyGPT:
     num_attention_heads: int = 4
     vocab_size: int = 64
     true_vocab_size: int = 61  # three padded columns, all on the last tensor rank
-    seed: int = 0
     tie_embeddings: bool = False
     bf16: bool = False  # with float32 gradient buffers
     use_transformer_engine: bool | None = None  # None: where it works
@@ -181,7 +177,6 @@ def build_tiny(tiny: TinyGPT, config: TransformerConfig, row_length: int, **opti
         vocab_size=tiny.vocab_size,
         max_sequence_length=row_length,
         tie_embeddings=tiny.tie_embeddings,
-        seed=tiny.seed,
         rotary=tiny.rotary,
         **options,
     )
@@ -253,11 +248,9 @@ class LayoutModel:
         batches = make_step_batches(policy_config, self.layout, samples, groups, self.context_groups, models[0].config)
         forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
         forward_step.announces_factor = self.announces_factor
-        for model in models:
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add
+        rows, length = batches[0].tokens.shape
         with RouteChecker(models) as forward_step.route_checker:
-            scaled = self.run_schedule(forward_step, batches)
+            scaled = run_schedule(models, batches, length * groups.cp.size(), rows, forward_step)
         forward_step.route_checker.raise_first()
         reports = forward_step.take_reports()
         check_finite(reports)
@@ -275,22 +268,33 @@ class LayoutModel:
                 metrics |= forward_step.route_checker.metrics(groups)
         return RankStep(float(broadcast_from_last(loss, groups.pp)), gradients, float(norm), metrics, reported)
 
-    def run_schedule(self, forward_step: Callable[..., Any], batches: Sequence[PolicyBatch]) -> list[dict[str, Tensor]]:
-        """The reports of Megatron's schedule."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        iterators = [iter(batches) for _ in self.models]
-        is_chunked = len(self.models) > 1
-        reports: list[dict[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if is_chunked else iterators[0],
-            model=self.models if is_chunked else self.models[0],
-            num_microbatches=len(batches),
-            seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
-            micro_batch_size=batches[0].tokens.shape[0],
-            forward_only=False,
-        )
-        return reports
+def run_schedule(
+    models: Sequence[Any],  # of DistributedDataParallel
+    batches: Sequence[Any],
+    seq_length: int,
+    micro_batch_size: int,
+    forward_step: Callable[..., Any],
+) -> list[dict[str, Tensor]]:
+    """The reports of Megatron's schedule. Parameters' .grad is dropped too: an optimiser may have left its buffer there."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for model in models:
+        model.zero_grad_buffer()
+        for parameter in model.parameters():
+            parameter.grad = None
+    is_chunked = len(models) > 1
+    iterators = [iter(batches) for _ in models]
+    reports: list[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if is_chunked else iterators[0],
+        model=list(models) if is_chunked else models[0],
+        num_microbatches=len(batches),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
+    )
+    return reports
 
 
 def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGroups) -> dict[str, float]:
@@ -305,7 +309,7 @@ def samples_of(layout: Layout, groups: ParallelGroups, microbatch: int, num_samp
     prompt groups."""
     if not layout.context_sizes:
         return range(num_samples)[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches]
-    size = layout.context_of(microbatch)
+    size = layout.contexts[microbatch]
     number, num_groups = groups.dp_cp.rank() // size, groups.dp_cp.size() // size
     return range(num_samples)[microbatch :: layout.num_microbatches][number::num_groups]
 
@@ -320,17 +324,16 @@ def make_step_batches(
 ) -> list[PolicyBatch]:
     """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
     without them has them, and then moved. model_config: of a model with multi-token prediction.
-    Communication: that of weigh_samples, and an all-reduce over dp-cp for the shape of the rows."""
+    Communication: that of weigh_samples, under context_sizes a gather of the samples over all ranks, and an all-reduce over dp-cp
+    for the shape of the rows."""
     numbers = range(len(step))[groups.dp.rank() :: groups.dp.size()]
     mine = [step[number] for number in numbers]
     samples, totals = weigh_samples(policy_config, mine, groups)
     weighed = dict(zip(numbers, samples, strict=True))
-    if layout.context_sizes and groups.dp.size() > 1:
-        of_ranks: list[Any] = [None] * groups.dp.size()
-        dist.all_gather_object(of_ranks, weighed, group=process_group(groups.dp))
-        weighed = {number: sample for of_rank in of_ranks for number, sample in of_rank.items()}
+    if layout.context_sizes:
+        weighed = {number: sample for of_rank in all_gather_objects(weighed) for number, sample in of_rank.items()}
     parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step))] for index in range(layout.num_microbatches)]
-    sizes = [layout.context_of(index) for index in range(layout.num_microbatches)]
+    sizes = layout.contexts
     context = StepContext(
         totals=totals,
         num_microbatches=len(parts),
@@ -359,8 +362,7 @@ def make_step_batches(
 def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     """The length of the longest sample's row, padded for this layout."""
     longest = max(len(sample.tokens) for sample in step)
-    sizes = layout.context_sizes or (layout.context,)
-    return max(padded_length(longest, size, multiple=layout.local_multiple) for size in sizes)
+    return max(padded_length(longest, size, multiple=layout.local_multiple) for size in layout.contexts)
 
 
 def gather_distributed_gradients(models) -> None:

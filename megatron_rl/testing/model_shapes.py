@@ -17,7 +17,6 @@ from megatron_rl.testing.layout_step import Layout, TinyGPT
 class ModelShape:
     """A model of the field (docs/moe.md). options: fields of TransformerConfig, but for sizes that follow from the layout."""
 
-    name: str
     source: str  # of the published config.json
     options: Mapping[str, object]
     groups_of: int | None = None  # heads of one key and value; None: no groups
@@ -64,70 +63,64 @@ GATED = {
     "moe_router_load_balancing_type": "none",
 }
 SHAPES: Mapping[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        ModelShape(
-            name="qwen3-moe",
-            source="Qwen/Qwen3-30B-A3B",
-            options={**GATED, "qk_layernorm": True, "kv_channels": 16, "moe_router_topk": 2},
-            groups_of=2,
-            rotary=Rotary(base=1e6),
-        ),
-        ModelShape(
-            name="deepseek-v3",
-            source="deepseek-ai/DeepSeek-V3",
-            # The first length is short, so that YaRN keeps some frequencies, divides others and blends the rest. The bias of
-            # experts stays. Multi-token prediction: arXiv:2412.19437, section 4.2, a factor of 0.3 first.
-            options={
-                **GATED,
-                "multi_latent_attention": True,
-                "qk_layernorm": True,
-                "q_lora_rank": 16,
-                "kv_lora_rank": 16,
-                "qk_head_dim": 8,
-                "qk_pos_emb_head_dim": 8,
-                "v_head_dim": 8,
-                "rope_type": "yarn",
-                "original_max_position_embeddings": 16,
-                "rotary_base": 10000,
-                "rotary_scaling_factor": 40,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_bias_update_rate": 0.0,
-                "moe_router_topk": 4,
-                "moe_router_num_groups": 4,
-                "moe_router_group_topk": 2,
-                "moe_router_topk_scaling_factor": 2.5,
-                "mtp_num_layers": 1,
-                "mtp_loss_scaling_factor": 0.3,
-            },
-            expert_groups=4,
-            is_mixed=True,
-            has_shared_expert=True,
-        ),
-        ModelShape(
-            name="gpt-oss",
-            source="openai/gpt-oss-20b",
-            # The window and the clamp are small, so that they bind in a step of short samples and small activations.
-            options={
-                **GATED,
-                "activation_func": quick_gelu,
-                "activation_func_clamp_value": 0.25,
-                "glu_linear_offset": 1.0,
-                "add_bias_linear": True,
-                "add_qkv_bias": True,
-                "kv_channels": 16,
-                "softmax_type": "learnable",
-                "window_size": (4, 0),
-                "window_attn_skip_freq": 2,
-                "moe_router_topk": 2,
-            },
-            groups_of=2,
-            rotary=Rotary(base=150000, yarn=Yarn(factor=32.0, original_length=16, rounds_range=False)),
-        ),
-    )
+    "qwen3-moe": ModelShape(
+        source="Qwen/Qwen3-30B-A3B",
+        options={**GATED, "qk_layernorm": True, "kv_channels": 16, "moe_router_topk": 2},
+        groups_of=2,
+        rotary=Rotary(base=1e6),
+    ),
+    "deepseek-v3": ModelShape(
+        source="deepseek-ai/DeepSeek-V3",
+        # The first length is short, so that YaRN keeps some frequencies, divides others and blends the rest. The bias of
+        # experts stays. Multi-token prediction: arXiv:2412.19437, section 4.2, a factor of 0.3 first.
+        options={
+            **GATED,
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 8,
+            "rope_type": "yarn",
+            "original_max_position_embeddings": 16,
+            "rotary_base": 10000,
+            "rotary_scaling_factor": 40,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_topk": 4,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_topk_scaling_factor": 2.5,
+            "mtp_num_layers": 1,
+            "mtp_loss_scaling_factor": 0.3,
+        },
+        expert_groups=4,
+        is_mixed=True,
+        has_shared_expert=True,
+    ),
+    "gpt-oss": ModelShape(
+        source="openai/gpt-oss-20b",
+        # The window and the clamp are small, so that they bind in a step of short samples and small activations.
+        options={
+            **GATED,
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 0.25,
+            "glu_linear_offset": 1.0,
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            "kv_channels": 16,
+            "softmax_type": "learnable",
+            "window_size": (4, 0),
+            "window_attn_skip_freq": 2,
+            "moe_router_topk": 2,
+        },
+        groups_of=2,
+        rotary=Rotary(base=150000, yarn=Yarn(factor=32.0, original_length=16, rounds_range=False)),
+    ),
 }

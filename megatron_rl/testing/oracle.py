@@ -1,7 +1,6 @@
 """Loss, gradient and metrics of a whole step, from the equations of the papers. It imports torch alone.
 
-One process, float64, on the CPU, all samples at once; autograd takes the derivative. A name without a formula here is an error
-that says so.
+One process, float64, on the CPU, all samples at once; autograd takes the derivative.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ BOUND = 20.0  # log-ratios are bounded to +- this before exp
 TINY_REST = 1e-8  # DPPO: 1 - p is at least this
 SAME_POLICY = 1e-5  # TOPR: a ratio above 1 by less is rounding
 # Corrections that the field uses with one value: Yao et al. (tis), Ring-1T (icepop). Elsewhere both bounds are given.
-USUAL_BOUNDS: dict[tuple[Any, str], tuple[float, float]] = {("tis", "token"): (0.0, 2.0), ("icepop", "token"): (0.5, 5.0)}
+USUAL_BOUNDS: dict[tuple[str, str], tuple[float, float]] = {("tis", "token"): (0.0, 2.0), ("icepop", "token"): (0.5, 5.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +32,24 @@ class DenseSample:
     ref: list[float] | None
     importance: list[float]
     prompt: str
-    kept: list[list[int]] | None = None  # the ids that the sampler drew from; None: all
     rollout_id: str | None = None  # equal for the rows of a rollout; None: the sample is one
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSettings:
-    """A function in place of a name is a user's own, of the form of the table's rows."""
-
-    loss: str | Callable[[Tokens], Result] = "grpo"
+    loss: str | Callable[[Tokens], Result] = "grpo"  # a function is a user's own, of the form of LOSSES' rows
     low: float = math.nan  # the clip, as distances from 1
     high: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
-    aggregation: str | Callable[[Counts], float] = "sample_mean"
+    aggregation: str = "sample_mean"
     divisor: float = 1.0
-    correction: str | Correction = "none"
+    correction: str = "none"
     level: str = "token"
     bounds: tuple[float | None, float | None] = (None, None)
     sequence_delta: float | None = None
-    kl_estimator: str | Estimator = "k3"
-    kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
+    kl_estimator: str = "k3"
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
-    entropy_score: str = "full"  # likewise of the entropy
     temperature: float = 1.0
 
 
@@ -219,8 +213,7 @@ ONE_RATIO_A_SAMPLE = {"gspo", "vespo"}
 
 
 class Counts(NamedTuple):
-    N: int  # samples of the step
-    R: int  # its rollouts
+    R: int  # rollouts of the step
     P: int  # its prompts
     T: int  # its tokens
     m: int  # tokens of the sample
@@ -278,58 +271,34 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def formula(table: dict[str, Any], name: Any, of_what: str) -> Any:
-    """A user's own function is its formula."""
-    if not isinstance(name, str):
-        return name
-    if name not in table:
-        raise KeyError(f"{of_what} {name!r} has no formula: add it to the oracle, megatron_rl/testing/oracle.py")
-    return table[name]
-
-
 @dataclass(frozen=True)
 class Scores:
     """What the policy says of the unmasked tokens of a step, in their order, [T] each, with graph."""
 
-    log_probs: Tensor  # over the ids that the sampler drew from
+    log_probs: Tensor
     entropy: Tensor
     compared: Tensor  # the log-probabilities that the KL term compares with ref
-    kept_mass: Tensor | None = None  # the probability of the ids that the sampler drew from
-
-
-def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
-    """log pi(label) where the sampler draws from the kept ids alone: -log sum_{k kept} exp(x_k - x_label)."""
-    return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
 
 
 def scores_of(
     logits: Tensor,  # [T, V], of the unmasked tokens
     labels: Sequence[int],
     settings: DenseSettings,
-    kept: Sequence[Sequence[int]] | None = None,  # the ids that the sampler drew from
 ) -> Scores:
     rows = torch.log_softmax(logits.double() / settings.temperature, -1)
     one_hot = torch.nn.functional.one_hot(torch.tensor(labels, dtype=torch.int64, device=rows.device), rows.shape[1])
     full, entropy = (one_hot * rows).sum(-1), -(rows.exp() * rows).sum(-1)
-    if not kept:
-        return Scores(full, entropy, full)
-    new = torch.stack([over_kept(*of_token) for of_token in zip(rows, kept, labels, strict=True)])
-    if settings.entropy_score == "support":
-        of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
-        entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
-    mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
-    return Scores(new, entropy, full if settings.kl_score == "full" else new, mass)
+    return Scores(full, entropy, full)
 
 
 def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], settings: DenseSettings) -> list[float]:
     """The weight of a token of each sample, whose counts these are."""
     rollouts = [sample.rollout_id or f"sample {place}" for place, sample in enumerate(samples)]
-    weigh, weights = formula(AGGREGATIONS, settings.aggregation, "loss aggregation"), []
+    weights = []
     for sample, rollout, count in zip(samples, rollouts, counts, strict=True):
         siblings = [other for name, other in zip(rollouts, counts, strict=True) if name == rollout]
         of_prompt = [other for one, other in zip(samples, counts, strict=True) if one.prompt == sample.prompt]
         numbers = Counts(
-            N=len(samples),
             R=len({*rollouts}),
             P=len({one.prompt for one in samples}),
             T=sum(counts),
@@ -339,7 +308,7 @@ def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], setting
             kj=sum(other > 0 for other in siblings),
             L=settings.divisor,
         )
-        weights.append(float(weigh(numbers)) if count else 0.0)
+        weights.append(AGGREGATIONS[settings.aggregation](numbers) if count else 0.0)
     return weights
 
 
@@ -361,7 +330,7 @@ class StepTerms:
         self.old = torch.where(is_on_policy, self.new.detach(), self.given("old"))
         self.anchor = self.rollout if settings.loss in OF_THE_SAMPLER else self.old
         self.log_ratio = self.new - self.anchor
-        loss = formula(LOSSES, settings.loss, "policy loss")
+        loss = LOSSES[settings.loss] if isinstance(settings.loss, str) else settings.loss
         found = [
             loss(Tokens(self.log_ratio[unit], self.new[unit], self.advantages[unit], scores.entropy[unit].detach(), settings))
             for unit in live
@@ -380,14 +349,13 @@ class StepTerms:
     def correct(self, of_samples: list[list[int]]) -> None:
         """The factors, w, and which tokens are dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
         settings, logs = self.settings, (self.old - self.rollout).detach()
-        level = LEVELS["token"] if settings.correction == "none" else formula(LEVELS, settings.level, "correction level")
+        level = LEVELS[settings.level]
         self.ratios = bounded_exp(joined([level(logs[tokens]) for tokens in of_samples]))
         if settings.correction == "none":
             self.ratios = torch.ones_like(logs)
         usual = USUAL_BOUNDS.get((settings.correction, settings.level), (0.0, math.inf))
         self.bounds = [of_paper if given is None else given for given, of_paper in zip(settings.bounds, usual, strict=True)]
-        correction = formula(CORRECTIONS, settings.correction, "importance correction")
-        self.factors = correction(self.ratios, bounded_exp(logs), *self.bounds)
+        self.factors = CORRECTIONS[settings.correction](self.ratios, bounded_exp(logs), *self.bounds)
         divergences = [(self.rollout - self.new.detach())[tokens].mean().expand(len(tokens)) for tokens in of_samples]
         delta = math.inf if settings.sequence_delta is None else settings.sequence_delta
         self.is_off_policy = (self.advantages < 0) & (joined(divergences) > delta)
@@ -398,14 +366,10 @@ class StepTerms:
         of_policy = token_weights(self.samples, live, settings)
         of_others = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
         weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (of_policy, of_others))
-        estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
-        value, trained = estimate(self.scores.compared, self.given("ref"), self.log_ratio)
+        value, trained = ESTIMATORS[settings.kl_estimator](self.scores.compared, self.given("ref"), self.log_ratio)
         self.policy = (weights * self.importance * self.factors * self.values).sum()
         self.kl = (others * (value.detach() + trained - trained.detach())).sum()
         self.entropy = (others * self.scores.entropy).sum()
 
     def loss(self) -> Tensor:
         return self.policy + self.settings.kl_coefficient * self.kl - self.settings.entropy_coefficient * self.entropy
-
-    def is_kept(self) -> Tensor:
-        return self.factors != 0

@@ -17,11 +17,12 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import IO, Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,6 @@ from megatron_rl.megatron.cpu import import_megatron, install_cpu_support
 _GRACE_SECONDS = 30.0
 # No answer within this is a hang, on a machine whose cores others share too.
 HANG_SECONDS = 300.0
-# The caller ends a rank after the timeout. A rank that runs this much longer has lost its caller.
-_ORPHAN_SECONDS = 15
 _SEED = 123
 
 
@@ -126,14 +125,16 @@ class RankPool:
         if self._layout != (world_size, model_parallel):  # else the groups of the last call stay
             self._layout, self._num_layouts = (world_size, model_parallel), self._num_layouts + 1
         job = _Job(function, args, world_size, model_parallel, rendezvous=str(self._num_layouts))
+        payload = b""
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # what lambdas, local functions and handles give
+            payload = pickle.dumps(job)
         is_alive = bool(self._ranks) and all(rank.process.is_alive() for rank in self._ranks)
-        payload = _pickled(job) if is_alive else None
-        if payload is None:
-            self.close()
-            self._start(job)
-        else:
+        if is_alive and payload and b"__main__" not in payload:  # in an interactive session it may have changed since the fork
             for rank in self._ranks[:world_size]:
                 rank.connection.send_bytes(payload)
+        else:
+            self.close()
+            self._start(job)
         return self._collect(self._ranks[:world_size])
 
     def close(self) -> None:
@@ -170,18 +171,16 @@ class RankPool:
                 handles = [handle for rank in pending.values() for handle in (rank.connection, rank.process.sentinel)]
                 ready = wait(handles, remaining)
                 for number, rank in list(pending.items()):
-                    if rank.connection not in ready and rank.process.sentinel not in ready:
-                        continue
-                    del pending[number]
-                    is_result, answer = _receive(rank)
-                    (results if is_result else failures)[number] = answer
-                    if not is_result and len(failures) == 1:
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    if rank.connection in ready or rank.process.sentinel in ready:
+                        del pending[number]
+                        is_result, answer = _receive(rank)
+                        (results if is_result else failures)[number] = answer
+                if failures:
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             for rank in pending.values():
                 os.kill(rank.process.pid, signal.SIGUSR1)  # not yet collected, so the number still belongs to it
             for number, rank in pending.items():
-                limits = f"within {self.timeout:g} s, or {_GRACE_SECONDS:g} s after the first failure"
-                failures[number] = (math.inf, f"gave no answer {limits}; it was here:\n{_stack_of(rank)}")
+                failures[number] = (math.inf, f"gave no answer in time; it was here:\n{_stack_of(rank)}")
             if failures:
                 in_order = sorted(failures.items(), key=lambda failure: failure[1][0])
                 raise RankError({number: error for number, (_, error) in in_order}, len(ranks))
@@ -191,21 +190,8 @@ class RankPool:
         return [results[number] for number in range(len(ranks))]
 
 
-def _pickled(job: _Job) -> bytes | None:
-    """The job for living ranks; None where only a fork can hand it over."""
-    try:
-        payload = pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError):  # what lambdas, local functions and handles give
-        return None
-    # By its name: in an interactive session __main__ may have changed since the fork.
-    return None if b"__main__" in payload else payload
-
-
 def _receive(rank: _Rank) -> tuple[bool, Any]:
-    """(True, result) or (False, (when, what went wrong)).
-
-    A dead rank cannot say when it failed: it counts as the first, because its peers fail after it.
-    """
+    """(True, result) or (False, (when, what went wrong)). A dead rank cannot say when: it counts as the first to fail."""
     # A rank that answered and ended at once is ready twice: its answer counts. One that dies while sending: OSError.
     with contextlib.suppress(EOFError, OSError):
         if rank.connection.poll():
@@ -222,7 +208,7 @@ def _stack_of(rank: _Rank) -> str:
         before, text = text, os.pread(rank.stack.fileno(), 1 << 20, 0)
         if text and text == before:
             break
-    return text.decode() or "(it left no stack)"
+    return text.decode()
 
 
 def _end_ranks(ranks: list[_Rank]) -> None:
@@ -268,7 +254,7 @@ class _ServedRank:
                 return
             try:
                 job = pickle.loads(payload) if job is None else job
-                signal.alarm(int(self.timeout) + _ORPHAN_SECONDS)
+                signal.alarm(int(self.timeout + _GRACE_SECONDS))  # the caller ends it before; it has lost its caller
                 self._prepare(job)
                 answer = pickle.dumps((True, job.function(self.number, *job.args)))
             except BaseException:
@@ -325,8 +311,7 @@ def _forget_router_losses() -> None:
     forget()
 
 
-@contextlib.contextmanager
-def _groups_on_one_device() -> Iterator[None]:
+def _groups_on_one_device() -> contextlib.AbstractContextManager[Any]:
     """Each gloo device has a thread that wakes every 10 ms, and torch gives each group its own device: a layout has twenty."""
     c10d: Any = dist.distributed_c10d
     of_torch: Any = c10d.ProcessGroupGloo
@@ -340,11 +325,7 @@ def _groups_on_one_device() -> Iterator[None]:
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
-    c10d.ProcessGroupGloo = OnOneDevice
-    try:
-        yield
-    finally:
-        c10d.ProcessGroupGloo = of_torch
+    return mock.patch.object(c10d, "ProcessGroupGloo", OnOneDevice)
 
 
 def _destroy_groups(use_megatron: bool) -> None:

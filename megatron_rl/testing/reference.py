@@ -65,11 +65,6 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
     return samples
 
 
-def rollout_key(sample: StepSample, place: int) -> object:
-    """Equal for the samples of one rollout. place: of the sample in the step."""
-    return (None, place) if sample.rollout_id is None else sample.rollout_id
-
-
 def in_rollouts(samples: Sequence[StepSample]) -> list[StepSample]:
     """Ragged samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
     return [replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}") for place, sample in enumerate(samples)]
@@ -120,13 +115,6 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
     return oracle.StepTerms(samples, of_step, settings_of(config)).loss()
 
 
-def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
-    """The weight of a token of each sample. divisor: L."""
-    counts = [int(sum(sample.loss_mask)) for sample in samples]
-    settings = oracle.DenseSettings(aggregation=aggregation, divisor=divisor)
-    return oracle.token_weights(dense_samples(samples), counts, settings)
-
-
 def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
     """A user's own loss is its own function on one process: then layouts are compared, and not its equation."""
     loss = get_policy_loss(config.policy_loss)
@@ -173,9 +161,10 @@ class LossTruth:
 
 
 def scale_of_terms(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> float:
-    """The scale that a loss's rounding grows with. A ratio is near 1, so a token's value is near its advantage."""
-    weights = weights_by_hand(samples, aggregation, divisor)
-    return sum(weight * sum(s.loss_mask) * abs(s.advantage) for s, weight in zip(samples, weights, strict=True))
+    """The scale that a loss's rounding grows with. A ratio is near 1, so a token's value is near its advantage. divisor: L."""
+    counts = [sum(sample.loss_mask) for sample in samples]
+    weights = oracle.token_weights(dense_samples(samples), counts, oracle.DenseSettings(aggregation=aggregation, divisor=divisor))
+    return sum(weight * m * abs(sample.advantage) for sample, weight, m in zip(samples, weights, counts, strict=True))
 
 
 def log_ratios_off(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import operator
 import os
 import random
 import sys
@@ -21,12 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import (
-    Backend,
-    CorrectionLevel,
-    GradientDivisor,
-    PolicyLossConfig,
-)
+from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
@@ -85,12 +79,8 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if name in oracle.AGGREGATIONS)
 PROBE = "schedule probe"
 LOGITS, FUSED = "logits", "fused head"
-ALL_TERMS, DUAL_CLIP, DIVIDED, ROLLOUTS = (
-    "KL + entropy + temperature",
-    "dual clip",
-    "gradient / samples",
-    "rollouts of several samples",
-)
+ALL_TERMS = "KL + entropy + temperature"
+DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -250,7 +240,7 @@ class WholeSteps:
     def __init__(self, asked: Layout, world_size: int, cases: Sequence[Case], shape: ModelShape | None = None):
         self.layout = complete_layout(asked, world_size)
         self.tiny = model_for(self.layout) if shape is None else tiny_like(shape, self.layout)
-        self.model = "" if shape is None else f"{self.tiny.num_layers} layers like {shape.name} ({shape.source})"
+        self.model = "" if shape is None else f"{self.tiny.num_layers} layers like {shape.source}"
         self.samples = ragged_samples(num_samples=max(len(SHAPES), self.layout.data * self.layout.num_microbatches))
         os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some containers set it
         torch.set_float32_matmul_precision("highest")  # TF32's 10-bit mantissa is as large as the errors that the selftest finds
@@ -258,9 +248,8 @@ class WholeSteps:
         why_no_own_groups = [*own_group_problems_of(self.tiny.expert_options)]
         if self.layout.data * self.layout.context == 1:
             why_no_own_groups.append("one rank has the whole of each micro-batch")
-        why_no_triton = "its kernels need CUDA, and the ranks are on the CPU"
-        if self.device.type == "cuda":
-            why_no_triton = why_triton_is_missing() or ""
+        on_cpu = "its kernels need CUDA, and the ranks are on the CPU"
+        why_no_triton = why_triton_is_missing() if self.device.type == "cuda" else on_cpu
         self.left_out = [f"own cp groups: {problem}" for problem in why_no_own_groups]
         self.left_out += [f"Triton: {why_no_triton}"] if why_no_triton else []
         if why_no_own_groups:
@@ -285,7 +274,7 @@ class WholeSteps:
         found, names = compare(step, truth, model.groups), ""
         if not found.gradient_error < BOUND:
             trained = [name for name, gradient in truth.gradient.items() if gradient.any()]
-            of_each = {name: compare_part(step, truth, model.groups, partial(operator.eq, name)) for name in trained}
+            of_each = {name: compare_part(step, truth, model.groups, [name]) for name in trained}
             wrong = [name for name, one in of_each.items() if not one.gradient_error < BOUND]
             if 0 < len(wrong) < len(trained):
                 found, names = of_each[wrong[0]], f"{', '.join(wrong)}: "
