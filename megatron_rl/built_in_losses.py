@@ -28,12 +28,6 @@ BUILT_IN_LOSSES: dict[str, tuple[Parameter, ...]] = {
     'dro': (
         Parameter(name='log_ratio_penalty', default=0.05, help='tau, the factor of half the squared log-ratio', minimum=0.0, is_above_minimum=True),
     ),
-    'fipo': (
-        Parameter(name='fipo_half_life', default=32.0, help='the number of tokens after which a later token counts half', minimum=0.1),
-        Parameter(name='fipo_weight_low', default=0.0, help='the weight of an advantage is at least 1 minus this', minimum=0.0, maximum=1.0),
-        Parameter(name='fipo_weight_high', default=0.2, help='the weight of an advantage is at most 1 plus this', minimum=0.0),
-        Parameter(name='fipo_ratio_limit', default=10.0, help='a token whose ratio is above it changes no weight; where A < 0 its ratio is cut there, its weight at 1', minimum=1.0, is_above_minimum=True),
-    ),
     'gmpo': (
     ),
     'grpo': (

@@ -21,7 +21,7 @@ from megatron_rl.registries.signatures import check_called, check_signature, che
 if TYPE_CHECKING:
     from megatron_rl.config import PolicyLossConfig
 
-Level = Literal["token", "sequence", "batch"]
+Level = Literal["token", "sequence"]
 Anchor = Literal["old", "rollout"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ _OF_ROLLOUTS = {letter: COUNTS[letter] for letter in ("M_j", "k_j")}
 # The names that `needs` of a loss may hold, beside what each loss is given: vectors that the caller passes, and those that the
 # package computes.
 PASSED_INPUTS = ("rollout_log_probs", "ref_log_probs")
-COMPUTED_INPUTS = ("token_counts", "entropy")
+COMPUTED_INPUTS = ("token_counts", "entropy", "mean_log_ratio")
 FURTHER_INPUTS = (*PASSED_INPUTS, *COMPUTED_INPUTS)
 
 
@@ -85,6 +85,12 @@ class PolicyLoss:
     parameters: tuple[Parameter, ...]
     takes_log_probs: bool
     anchor: Anchor = "old"
+    token_clip: Callable[..., Any] | None = None
+
+    @property
+    def reads_means(self) -> bool:
+        """Whether it is computed after the sums over samples, because it reads a mean log-ratio."""
+        return self.level == "sequence" or "mean_log_ratio" in self.needs
 
     @property
     def inputs_needed(self) -> tuple[str, ...]:
@@ -210,6 +216,7 @@ def register_policy_loss(
     needs: tuple[str, ...] = (),
     parameters: tuple[Parameter, ...] = (),
     anchor: Anchor = "old",
+    token_clip: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: registers a function as the policy loss `name`. The package knows nothing else of the loss.
 
@@ -217,8 +224,7 @@ def register_policy_loss(
 
     The function is elementwise. At level "token" its vectors are [T]. At level "sequence" they are [N]: log_ratio is the sample's
     mean log-ratio over all cp ranks, log_probs its mean log-probability. A function without the argument log_probs does not get
-    them. At level "batch" the function is `fn(batch, *, ...)`; a `TokenBatch` has [T] vectors, and sums over samples and cp ranks.
-    The package does the rest: mask, weights, sums, gradient, metrics, every backend, head and host.
+    them. The package does the rest: mask, weights, sums, gradient, metrics, every backend, head and host.
 
     clip_ratios: the default (clip_ratio_low, clip_ratio_high), which are then keywords. Low 1.0 allows "no lower bound".
         None: the loss has no clip, gets no clip, and the two flags are refused.
@@ -229,20 +235,23 @@ def register_policy_loss(
         the twin has seven arguments: vectors and parameters are tuples in the declared order, None where nothing is declared.
         None: the loss is computed in torch on the logits' device.
     zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0, so the fused head may leave out the row. Refused
-        at level "batch", where the row may be in a sum of other tokens.
+        with "mean_log_ratio", in which the row counts.
     needs: further vectors by keyword, constants for the gradient; [T], and at level "sequence" [N]:
         "rollout_log_probs", "ref_log_probs": as the caller passes them, at level "sequence" their means. A call without is refused.
         "token_counts": m_i, the unmasked tokens of the sample over all cp ranks.
         "entropy": of the trained policy at the token, in nats, over what entropy_score says; at level "sequence" its mean. A call
         that has log-probabilities and no logits is refused.
+        "mean_log_ratio": at level "token" the sample's mean of log_ratio over all cp ranks. Such a loss has no twin.
     parameters: numbers by keyword.
     anchor: the policy that log_ratio compares with: "old" (old_log_probs), or "rollout" (rollout_log_probs, which a call needs).
         An importance correction is refused with "rollout": such a ratio holds the correction already.
+    token_clip: at level "sequence" `fn(log_ratio [T], advantages [T], *, ...) -> [T]`, with the keywords of the loss: the
+        log-ratios of which log_ratio is the mean. Where it gives a token another number, the token is clipped, without gradient.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
     check_called(POLICY_LOSSES.decorator, name)
-    if level not in ("token", "sequence", "batch"):
-        raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token", "sequence" or "batch"')
+    if level not in ("token", "sequence"):
+        raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token" or "sequence"')
     if anchor not in ("old", "rollout"):
         raise ConfigError(f'anchor={anchor!r} of policy loss {name!r} must be "old" or "rollout"')
     for field, values, kind in (("parameters", parameters, Parameter), ("needs", needs, str)):
@@ -252,18 +261,18 @@ def register_policy_loss(
     for need in needs:
         if need not in FURTHER_INPUTS:
             raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
-    if level == "batch" and triton is not None:
-        raise ConfigError(f'policy loss {name!r}: a twin computes elements, and level "batch" has none; leave out triton')
-    if level == "batch" and zero_advantage_has_no_gradient:
+    if "mean_log_ratio" in needs and (level == "sequence" or triton is not None or zero_advantage_has_no_gradient):
         raise ConfigError(
-            f'policy loss {name!r}: zero_advantage_has_no_gradient lets the fused head leave out rows, and at level "batch" '
-            "they may be in sums of other tokens; leave it out"
+            f'policy loss {name!r}: "mean_log_ratio" is for level "token" (at "sequence" log_ratio is the mean), without triton, '
+            "whose kernels have no mean of tokens, and without zero_advantage_has_no_gradient: each row counts in the mean"
         )
+    if token_clip is not None and (level == "token" or triton is not None):
+        raise ConfigError(f'policy loss {name!r}: token_clip is for level "sequence" without triton; leave it out')
     check_twin_path("policy loss", name, triton)
 
     def decorate(function: Function) -> Function:
-        takes_log_probs = level != "batch" and takes(function, "log_probs")
-        positional = ("batch",) if level == "batch" else ("log_ratio", "advantages", "log_probs")[: 2 + takes_log_probs]
+        takes_log_probs = takes(function, "log_probs")
+        positional = ("log_ratio", "advantages", "log_probs")[: 2 + takes_log_probs]
         clips = () if clip_ratios is None else ("clip_ratio_low", "clip_ratio_high")
         keywords = (*clips, *needs, *(parameter.name for parameter in parameters))
         if len({*positional, *keywords}) < len(positional) + len(keywords):
@@ -278,6 +287,7 @@ def register_policy_loss(
         loss = PolicyLoss(
             *(name, level, function, clip_ratios, triton, zero_advantage_has_no_gradient, needs, parameters, takes_log_probs),
             anchor=anchor,
+            token_clip=token_clip,
         )
         loss.clip_bounds(None, None)  # the defaults are a clip
         POLICY_LOSSES.add(name, loss)

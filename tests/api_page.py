@@ -27,7 +27,6 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Log-probabilities": {"megatron_rl": ("vocab_parallel_log_probs", "bounded_exp")},
     "Losses and aggregations of your own": {
         "megatron_rl": ("register_policy_loss", "LossValue", "Parameter", "register_loss_aggregation"),
-        "megatron_rl.losses.token_batch": ("TokenBatch",),
     },
     "KL estimators and corrections of your own": {
         "megatron_rl": (*("register_kl_estimator", "KLValue", "register_correction", "CorrectionValue"),),

@@ -117,10 +117,12 @@ def dense_metrics(terms: StepTerms) -> dict[str, float]:
         return float(values.sum() ** 2 / (values**2).sum() / len(values)) if values.any() else 0.0
 
     log_ratio = terms.log_ratio.detach()
-    is_shared = settings.loss in ONE_RATIO_A_SAMPLE
-    of_each = [LEVELS["sequence_mean"](log_ratio[tokens]) if is_shared else log_ratio[tokens] for tokens in of_samples]
+    of_each, shared = [log_ratio[tokens] for tokens in of_samples], ONE_RATIO_A_SAMPLE.get(settings.loss)
+    if shared is not None:
+        of_each = [shared(one, advantages[tokens], settings) for one, tokens in zip(of_each, of_samples, strict=True)]
+        of_each = [LEVELS["sequence_mean"](one) for one in of_each]
     ratio = bounded_exp(torch.cat(of_each))
-    seen = bounded_exp(torch.cat([one[:1] if is_shared else one for one in of_each]))
+    seen = bounded_exp(torch.cat(of_each if shared is None else [one[:1] for one in of_each]))
     found = {
         "num_documents": len(terms.samples),
         "num_tokens": len(terms.owners),

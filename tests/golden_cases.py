@@ -32,7 +32,10 @@ PARAMETERS: dict[str, dict[str, float]] = {
         **{"vespo_power_negative": 0.7, "vespo_decay_negative": 1.2},
     },
 }
-OF_SAMPLES, OF_SAMPLER = ("gspo", "vespo"), ("dppo_tv", "dppo_kl")  # one ratio a sample; the ratio is to the sampler's policy
+OF_SAMPLES, OF_SAMPLER = (
+    ("gspo", "gmpo", "vespo"),
+    ("dppo_tv", "dppo_kl"),
+)  # one ratio a sample; the ratio is to the sampler's policy
 BOUNDS_OF_LEVEL = {"token": (0.8, 1.25), "sequence_mean": (0.9, 1.1), "sequence_sum": (0.6, 1.7)}
 OPSM = "OPSM"  # samples of negative advantage that have become unlikely are dropped
 CORRECTIONS = (

@@ -163,8 +163,6 @@ PARAMETERS = {
         "vespo_power_negative": 0.7,
         "vespo_decay_negative": 1.2,
     },
-    # Log-ratios of 0.3 add up to weights inside the bounds, at them and beyond, and some ratios are above the limit.
-    "fipo": {"fipo_half_life": 2.0, "fipo_weight_low": 0.3, "fipo_weight_high": 0.4, "fipo_ratio_limit": 1.5},
 }
 
 
@@ -205,7 +203,8 @@ def loop_sample(
     log_ratio, given = new - new.new_tensor([float(old) for old in old_log_probs]), new.new_tensor([float(a) for a in advantages])
     tokens = oracle.Tokens(log_ratio, new, given, torch.zeros_like(new), settings)
     values, is_clipped = oracle.LOSSES[kind](tokens)
-    log_ratio = tokens.mean(log_ratio) if kind in oracle.ONE_RATIO_A_SAMPLE else log_ratio
+    if kind in oracle.ONE_RATIO_A_SAMPLE:
+        log_ratio = tokens.mean(oracle.ONE_RATIO_A_SAMPLE[kind](log_ratio, given, settings))
     return [*zip(values, is_clipped.tolist(), log_ratio, strict=True)]
 
 

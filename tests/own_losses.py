@@ -24,11 +24,18 @@ def reinforce(log_ratio, advantages, log_probs, *, scale):
     return -scale * advantages * log_probs * (1 + log_ratio.square())
 
 
-def gmpo(batch, *, clip_ratio_low, clip_ratio_high):
-    """The geometric mean of a sample's bounded ratios: not elementwise. Without a clip of the advantage's sign, for short."""
-    bounded = batch.log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
-    value = -batch.of_tokens(batch.sample_mean(bounded).exp()) * batch.advantages
-    return LossValue(value, is_clipped=bounded != batch.log_ratio)
+def bounded_log_ratio(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
+    return log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+
+
+def gmpo(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
+    """The geometric mean of a sample's bounded ratios. Without a clip by the advantage's sign, for short."""
+    return -log_ratio.exp() * advantages
+
+
+def centred_on_the_sample(log_ratio, advantages, log_probs, *, mean_log_ratio):
+    """At level "token" with what the package knows of the whole sample: a token apart from the others weighs more."""
+    return -(1 + (log_ratio - mean_log_ratio).square()).detach() * advantages * log_probs
 
 
 def truncated(log_ratio, advantages, log_probs, *, rollout_log_probs, ratio_cap, scale):
@@ -41,10 +48,6 @@ def heeding(log_ratio, advantages, log_probs, *, token_counts, entropy):
     """The weight reads what the package computes: a sample's tokens and a token's entropy."""
     weight = (1 + 0.1 * token_counts) * entropy
     return -weight * advantages * log_probs  # autograd's derivative is by log_probs, and not by the entropy
-
-
-def heeding_batch(batch, *, token_counts, entropy):
-    return heeding(batch.log_ratio, batch.advantages, batch.log_probs, token_counts=token_counts, entropy=entropy)
 
 
 def anchored(log_ratio, advantages):
@@ -103,7 +106,6 @@ def declare() -> None:
     computed = {"needs": ("token_counts", "entropy")}
     register_policy_loss("own_heeding", triton="own_losses_triton.heeding", **computed)(heeding)
     register_policy_loss("own_heeding_of_samples", "sequence", triton="own_losses_triton.heeding", **computed)(heeding)
-    register_policy_loss("own_heeding_of_batches", "batch", **computed)(heeding_batch)
     register_policy_loss("own_anchored", anchor="rollout")(anchored)
     for level in ("token", "sequence"):
         register_policy_loss(f"own_unbounded_{level}", level, triton="own_losses_triton.unbounded")(unbounded)
@@ -111,7 +113,8 @@ def declare() -> None:
     register_policy_loss("own_detached")(detached)
     register_policy_loss("own_squared", zero_advantage_has_no_gradient=True)(squared)
     register_policy_loss("own_centred")(centred)
-    register_policy_loss("own_gmpo", "batch", clip_ratios=(0.4, 0.4))(gmpo)
+    register_policy_loss("own_gmpo", "sequence", clip_ratios=(0.4, 0.4), token_clip=bounded_log_ratio)(gmpo)
+    register_policy_loss("own_centred_on_the_sample", needs=("mean_log_ratio",))(centred_on_the_sample)
     register_policy_loss(
         "own_truncated",
         triton="own_losses_triton.truncated",

@@ -39,10 +39,6 @@ def mean_below_zero(log_ratio, advantages):
     return torch.where(advantages > 0, -advantages * ratio, -advantages * ratio / ratio.detach().mean())
 
 
-def tokens_of(batch):
-    return -batch.of_tokens(batch.sample_mean(batch.log_ratio)) * batch.advantages
-
-
 ON_OTHERS = {
     "centred": ("token", lambda x, a: surrogate(x, a - a.mean())),
     "centred samples": ("sequence", lambda x, a: surrogate(x, a - a.mean())),
@@ -50,8 +46,6 @@ ON_OTHERS = {
     "before": ("token", lambda x, a: surrogate(x, a) + 1e-3 * x.cumsum(0)),
     "own derivative": ("token", own_derivative_of_a_mean),
     "below 0": ("token", mean_below_zero),
-    "largest of batch": ("batch", lambda batch: tokens_of(batch) * (1 + batch.advantages.abs().max() / 100)),
-    "count of batch": ("batch", lambda batch: tokens_of(batch) / len(batch.token_counts)),
 }
 
 
@@ -222,16 +216,14 @@ def test_a_loss_that_is_right_or_cannot_be_judged_is_let_through(name):
     assert found_in(RIGHT[name], **(IDLE if name == "CISPO by hand" else {})) == ()
 
 
-OF_BATCHES = {
-    "a value of each token": tokens_of,
-    "ordered sums": lambda batch: -batch.suffix_sum(batch.log_ratio, decay=0.9) * batch.advantages,
-    "a random one": lambda batch: torch.nn.functional.dropout(tokens_of(batch) / len(batch.documents), 0.1),
-}
+def centred_clip(log_ratio, advantages):
+    return log_ratio - log_ratio.mean()
 
 
-@pytest.mark.parametrize("name", OF_BATCHES)
-def test_a_loss_of_batches_that_is_right_is_let_through(name):
-    assert found_in(OF_BATCHES[name], "batch") == ()
+def test_a_clip_of_tokens_that_depends_on_the_others_is_found():
+    (message,) = found_in(surrogate, "sequence", token_clip=centred_clip)
+    assert "token_clip of mine depends at one token on the others" in message
+    assert found_in(surrogate, "sequence", token_clip=lambda x, a: x.clamp(-0.3, 0.3)) == ()
 
 
 NO_RESULTS = {
@@ -239,7 +231,6 @@ NO_RESULTS = {
     "a pair": ("token", lambda x, a: (surrogate(x, a), {}), "returned tuple as its value"),
     "a write": ("token", lambda x, a: x.mul_(a), "writes into log_ratio: it must leave its inputs as they are"),
     "an error": ("token", lambda x, a: surrogate(x, a) + torch.ones(5), "cannot be computed: RuntimeError: The size of tensor a"),
-    "a number of each sample": ("batch", lambda batch: batch.sample_sum(batch.log_ratio), "returned (91,)"),
 }
 
 

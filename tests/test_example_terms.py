@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, loop_log_probs, names_forgotten, pool_of, random_batch
-
-from megatron_rl import policy_loss
+from helpers import EXACT, ROOT, loop_log_probs, pool_of, random_batch
 
 pool = pool_of(3, use_megatron=False)
 
@@ -78,49 +77,51 @@ def test_a_selection_is_of_the_whole_step_for_any_cut_of_it(pool, cut, size):
 # Weights of advantages
 
 
-def gradient(batch, loss, advantages=None, **settings):
-    """The loss and its gradient by the logits, with advantages of tokens where some are given."""
-    logits = batch.logits.clone().requires_grad_()
-    labels, old, of_samples, *others = batch.arguments()
-    per = {} if advantages is None else {"advantages_per": "token"}
-    value = policy_loss(
-        loss, logits, labels, old, of_samples if advantages is None else advantages, *others, **per, **settings
-    ).loss
-    value.backward()
-    return [value.detach(), logits.grad]
-
-
 def spread_advantages(batch):
     return batch.advantages.repeat_interleave(torch.tensor([len(document) for document in batch.documents]))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_grpo_on_the_advantages_of_fipo_is_its_loss(sign):
-    """Ratios on both sides of the clips and of the limit, a sample without a trained token, and weights of 0.5 and more."""
+def batch_of(sign: int):
+    """Ratios on both sides of the clips and of the limit, and a sample without a trained token."""
     batch = random_batch([40, 3, 17, 1], num_masked=(7, 3, 0, 0), noise=0.7, seed=3)
-    batch = replace(batch, advantages=sign * batch.advantages)
-    settings = {"half_life": 5.0, "weight_low": 0.5, "weight_high": 0.6, "ratio_limit": 2.0}
-    expected = gradient(batch, "fipo", loss_parameters={f"fipo_{name}": value for name, value in settings.items()})
+    return replace(batch, advantages=sign * batch.advantages)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_advantages_of_fipo_are_those_by_hand(sign):
+    """Weights of 0.5 and more: each token's sum over the tokens behind it, one by one."""
+    batch, want = batch_of(sign), spread_advantages(batch_of(sign))
     log_probs = loop_log_probs(batch.logits, batch.labels)
+    for document, advantage in zip(batch.documents, batch.advantages, strict=True):
+        trained = [token for token in document if batch.loss_mask[token]]
+        shift = {token: float(log_probs[token] - batch.old_log_probs[token]) for token in trained}
+        for place, token in enumerate(trained):
+            near = [(k, shift[other]) for k, other in enumerate(trained[place:]) if math.exp(shift[other]) <= 2.0]
+            weight = min(max(math.exp(sum(2 ** (-k / 5.0) * x for k, x in near)), 0.5), 1.6)
+            if advantage < 0 and math.exp(shift[token]) > 2.0:
+                weight = min(weight, 1.0)
+            want[token] = weight * advantage
     before = (log_probs, batch.old_log_probs, spread_advantages(batch), batch.loss_mask, batch.cu_seqlens)
-    advantages = example("fipo").future_kl_advantages(*before, **settings)
-    assert len({*(advantages / spread_advantages(batch)).tolist()}) > 20
-    found = gradient(batch, "grpo", advantages, clip_ratio_low=0.2, clip_ratio_high=0.28, loss_parameters={"clip_ratio_c": 2.0})
-    # The losses get advantages in float32.
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    settings = {"half_life": 5.0, "weight_low": 0.5, "weight_high": 0.6, "ratio_limit": 2.0}
+    found = example("fipo").future_kl_advantages(*before, **settings)
+    assert len({*(found / before[2]).tolist()}) > 20
+    torch.testing.assert_close(found, want, **EXACT)
     at_first = example("fipo").future_kl_advantages(log_probs, log_probs, *before[2:])
     assert torch.equal(at_first, before[2])
 
 
-def test_gtpo_is_grpo_with_its_share_of_each_advantage():
-    batch, weighted = random_batch([9, 4, 6]), []
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_advantages_of_gtpo_are_those_by_hand(sign):
+    batch, want = batch_of(sign), spread_advantages(batch_of(sign))
     entropy = torch.distributions.Categorical(logits=batch.logits).entropy()
     for document, advantage in zip(batch.documents, batch.advantages, strict=True):
         trained = [token for token in document if batch.loss_mask[token]]
         of_token = entropy if advantage > 0 else 1 / entropy
-        mean = of_token[trained].mean()
-        weighted += [advantage * (1 + 0.4 * (of_token[token] / mean - 1)) for token in document]
-    expected = gradient(batch, "grpo", torch.stack(weighted), clip_ratio_low=0.2, clip_ratio_high=0.28)
-    with names_forgotten():
-        example("gtpo")
-        torch.testing.assert_close(gradient(batch, "gtpo", loss_parameters={"gtpo_share": 0.4}), expected, rtol=1e-6, atol=1e-7)
+        for token in trained:
+            want[token] = advantage * (1 + 0.4 * (of_token[token] / of_token[trained].mean() - 1))
+    before = (entropy, spread_advantages(batch), batch.loss_mask, batch.cu_seqlens)
+    found = example("gtpo").entropy_weighted_advantages(*before, share=0.4)
+    assert entropy.min() > example("gtpo").SMALLEST_ENTROPY
+    torch.testing.assert_close(found, want, **EXACT)
+    sure = example("gtpo").entropy_weighted_advantages(torch.zeros_like(entropy), *before[1:])
+    torch.testing.assert_close(sure, before[1], **EXACT)

@@ -167,7 +167,6 @@ class Microbatch:
             "loss_parameters": {name: value for name, value in settings.parameters.items() if value < math.inf},
             "tp_group": self.groups.tp,
             "cp_group": self.groups.cp,
-            "cp_layout": "zigzag" if case.split.deal == "zigzag" else "contiguous",
             "metrics": case.metrics,
             "backend": case.door.backend,
             "advantages_per": case.per,
@@ -415,9 +414,7 @@ def collect(
 def needs_triton(case: Case):
     is_kernel = case.door.backend == "triton"
     marks = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")] if is_kernel else []
-    # Its sums over samples are collectives in backward. Ranks that are threads wait for each other there, on an H100 for ever.
-    meets_in_backward = (case.split.cp > 1 or case.split.contexts) and get_policy_loss(case.settings.loss).level == "batch"
-    return pytest.param(case, id=str(case), marks=[*marks, pytest.mark.interpreter] if is_kernel and meets_in_backward else marks)
+    return pytest.param(case, id=str(case), marks=marks)
 
 
 def gradient_of(answers: list[Answer], name: str, case: Case) -> Tensor | None:

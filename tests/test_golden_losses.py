@@ -96,17 +96,6 @@ BY_HAND = {
     "topr": ({}, [-1, -1, 1, -0.5, -0.5, -0.5]),
     # The products of the ratios are 0.75, 4 and 0.825. W^2 e^(3 (1 - W)) where A >= 0, else W^3 e^(2 (1 - W)).
     "vespo": ({}, [*[-(0.75**2) * math.exp(0.75)] * 2, 64 * math.exp(-6), *[-(0.825**2) * math.exp(0.525) / 2] * 3]),
-    # A half-life of one token. exp(F) of the tokens: 1.5 x 0.5^(1/2) = 1.061 and 0.5, at least 0.6; 4, at most 1.2;
-    # 1.1 x 0.6^(1/2) x 1.25^(1/4) = 0.901, 0.6 x 1.25^(1/2) = 0.671 and 1.25, at most 1.2. The ratio 1.5 is clipped.
-    "fipo": (
-        {**CLIP, "fipo_half_life": 1.0, "fipo_weight_low": 0.4},
-        [0, -0.5 * 0.6, 4 * 1.2, -0.55 * 1.1 * 0.6**0.5 * 1.25**0.25, -0.3 * 0.6 * 1.25**0.5, -0.625 * 1.2],
-    ),
-    # The ratios 1.5, 4 and 1.25 are above the limit and in no F: exp(F) is 0.5^(1/2), 0.5; 1; 1.1 x 0.6^(1/2), 0.6 and 1.
-    "fipo, limited": (
-        {**CLIP, "fipo_half_life": 1.0, "fipo_weight_low": 0.5, "fipo_ratio_limit": 1.2},
-        [0, -0.5 * 0.5, 0, -0.55 * 1.1 * 0.6**0.5, -0.3 * 0.6, -0.625],
-    ),
 }
 # With the signs of the advantages turned.
 NEGATED = {
@@ -121,11 +110,6 @@ NEGATED = {
     "dppo_tv": ({"divergence_low": 0.2}, [1.5, 0, -4, 0.55, 0.3, 0.625]),  # e^-0.5 - 2 e^-0.5 = -0.61, clipped at mu = 1: -0.39
     "topr": ({}, [1, 0.5, -1, 0.5, 0.3, 0.5]),
     "vespo": ({}, [*[0.75**3 * math.exp(0.5)] * 2, -16 * math.exp(-9), *[0.825**3 * math.exp(0.35) / 2] * 3]),
-    # As above, and now the ratios 0.5 and 0.6 are clipped, and 4 is.
-    "fipo": (
-        {**CLIP, "fipo_half_life": 1.0, "fipo_weight_low": 0.4},
-        [1.5 * 1.5 * 0.5**0.5, 0, 0, 0.55 * 1.1 * 0.6**0.5 * 1.25**0.25, 0, 0.625 * 1.2],
-    ),
 }
 ROWS = [pytest.param(key, 1.0, *row, id=key) for key, row in BY_HAND.items()]
 ROWS += [pytest.param(key, -1.0, *row, id=f"{key}, negated") for key, row in NEGATED.items()]
@@ -155,20 +139,6 @@ def test_vespo_bounds_the_ratio_of_a_whole_sample(log_ratio, weight):
     one = torch.ones(1, dtype=torch.float64)
     found = get_policy_loss("vespo").function(log_ratio * one, one, -2 * one, token_counts=6 * one, **numbers)
     assert found.derivative.item() == pytest.approx(-weight) and found.value.item() == pytest.approx(2 * weight)
-
-
-def test_fipo_does_not_raise_the_weight_of_a_token_that_it_cuts():
-    """A = -1, ratios 4 and 1.5, limit 3, half-life 1. The first token is cut at 3; exp(F) is 1.5^(1/2), so its weight were 1.2,
-    and becomes 1: value 3. The second one has the weight 1.2 and the value 1.8."""
-    log_probs = torch.tensor([-2.0, -1.0], dtype=torch.float64)
-    logits = torch.stack([log_probs, (1 - log_probs.exp()).log()], -1)
-    output = policy_loss(
-        *("fipo", logits, torch.zeros(2, dtype=torch.int64), log_probs - torch.tensor([4.0, 1.5], dtype=torch.float64).log()),
-        *(-torch.ones(1, dtype=torch.float64), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])),
-        torch.ones(1, dtype=torch.float64),
-        loss_parameters={"fipo_half_life": 1.0, "fipo_ratio_limit": 3.0},
-    )
-    assert output.loss.item() == pytest.approx(4.8, abs=1e-12)
 
 
 # What follows runs code of checkouts: functions are taken out of their files, and nothing is imported.

@@ -35,20 +35,25 @@ EXACT = 1e-12
 # A loss that declares no clip is given none.
 NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
 OTHERS = [kind for kind in loss_hub.policy_loss_names() if kind not in ("grpo", "gspo")]
-PLANS = {"token": {Plan.ROW_BY_ROW}, "sequence": {Plan.IN_CHUNK, Plan.SCALE_LAST}, "batch": {Plan.IN_CHUNK, Plan.TWO_PASS}}
+PLANS = {
+    "token": {Plan.ROW_BY_ROW},
+    "sequence": {Plan.IN_CHUNK, Plan.SCALE_LAST},
+    "row terms": {Plan.IN_CHUNK, Plan.TWO_PASS},  # a coefficient that needs whole documents and is no multiple of theirs
+}
 
 
 def plans_of(kind: str, has_terms: bool) -> set[Plan]:
-    """Of an off-policy loss. With terms of its own a row's coefficient is no multiple of its document's."""
-    level = get_policy_loss(kind).level
-    return PLANS["batch" if has_terms and level == "sequence" else level]
+    """Of an off-policy loss."""
+    loss = get_policy_loss(kind)
+    has_row_terms = loss.reads_means and (has_terms or loss.level == "token" or loss.token_clip is not None)
+    return PLANS["row terms" if has_row_terms else loss.level]
 
 
 # kind, with every term, on-policy, and the plans that its chunks of nine rows take: one document is longer.
 KINDS = {
     "gspo": ("gspo", False, False, PLANS["sequence"]),
     "gspo with importance weights": ("gspo", "importance weights", False, PLANS["sequence"]),
-    "gspo with KL, entropy and importance weights": ("gspo", True, False, PLANS["batch"]),
+    "gspo with KL, entropy and importance weights": ("gspo", True, False, PLANS["row terms"]),
     "grpo": ("grpo", False, False, PLANS["token"]),
     "grpo with KL, entropy and importance weights": ("grpo", True, False, PLANS["token"]),
     "gspo on-policy": ("gspo", False, True, PLANS["token"]),
@@ -167,7 +172,7 @@ def test_a_long_document_of_vespo_takes_three_matmuls():
     assert matmul_rows(case, "vespo", **options) == {"logits": 18, "hidden": 12, "weight": 12}
     on_policy = replace(case, batch=replace(case.batch, old_log_probs=None))
     assert matmul_rows(on_policy, "vespo", **options) == {"logits": 18, "hidden": 12, "weight": 12}
-    assert matmul_rows(case, "fipo", **options)["logits"] > 18, "a loss of level batch computes them again"
+    assert matmul_rows(case, "gspo_token", **options)["logits"] > 18, "its tokens have coefficients of their own"
 
 
 def test_a_clipped_long_document_leaves_nothing_behind():
@@ -211,13 +216,7 @@ def squared_by_autograd(log_ratio, advantages):
     return (log_ratio - advantages).square() / 2
 
 
-def squared_batch(batch):
-    """The squared distance of the sample's mean, of a loss that is given whole documents."""
-    return batch.of_tokens((batch.sample_mean(batch.log_ratio) - batch.sample_mean(batch.advantages)).square()) / 2
-
-
 OWN = [("token", squared), ("token", squared_by_autograd), ("sequence", squared), ("sequence", squared_by_autograd)]
-OWN.append(("batch", squared_batch))
 
 
 @pytest.mark.parametrize("on_policy", [False, True], ids=["", "on-policy"])

@@ -25,8 +25,7 @@ LAYOUTS = {
 }
 LENGTHS = [12, 22, 4, 0, 2, 12]
 SMALL, LARGE = 5, 1000  # rows a chunk
-# GSPO of whole documents: it reduces over cp on its own, once a bin, and by autograd once more.
-BY_VALUES = "gspo at level batch"
+BY_TOKENS = "gspo by tokens"  # its tokens have coefficients of their own, of their documents' means
 
 
 def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
@@ -59,7 +58,7 @@ RUNS = [
     *[Run(*form, rows=LARGE, sequence_parallel=True) for form in FORMS[:3]],
     *[Run(*form, deal="uneven", sequence_parallel=True) for form in FORMS],
     *[Run(*form, deal="last rank alone") for form in FORMS[:3]],
-    *[Run(BY_VALUES, deal="uneven"), Run(BY_VALUES, has_terms=True, sequence_parallel=True)],
+    *[Run(BY_TOKENS, deal="uneven"), Run(BY_TOKENS, has_terms=True, sequence_parallel=True)],
 ]
 
 
@@ -170,18 +169,17 @@ def on_a_rank(rank):
     return {"results": results, "told": refusals(groups), "cp": groups.cp.rank(), "tp": groups.tp.rank()}
 
 
-def gspo_of_batch(batch, *, clip_ratio_low, clip_ratio_high):
-    ratio = batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
-    value = -torch.minimum(ratio * batch.advantages, ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * batch.advantages)
-    is_clipped = (value != -ratio * batch.advantages) & batch.loss_mask
-    return LossValue(value, is_clipped=is_clipped)
+def gspo_by_tokens(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high, mean_log_ratio):
+    ratio = (mean_log_ratio + log_probs - log_probs.detach()).exp()
+    value = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages)
+    return LossValue(value, is_clipped=value != -ratio * advantages)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registry_of_this_file_alone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_hub.POLICY_LOSSES, "records", dict(loss_hub.POLICY_LOSSES.records))
-        register_policy_loss(BY_VALUES, "batch", clip_ratios=(3e-4, 4e-4))(gspo_of_batch)
+        register_policy_loss(BY_TOKENS, needs=("mean_log_ratio",), clip_ratios=(3e-4, 4e-4))(gspo_by_tokens)
         yield
 
 
@@ -224,12 +222,7 @@ def test_collectives_are_those_that_are_promised(by_layout, layout):
             if is_free:
                 assert len(reductions) == (2 if run.on_policy else 1)
             else:
-                # Two numbers of a sum are for a rank that refuses what the loss did there, and for one that has made all its sums.
-                bins = [shape[0] for shape in reductions if len(shape) == 2]
-                sums = [shape[0] - 2 for shape in reductions if len(shape) == 1]
-                assert sum(bins) == len(LENGTHS) and sums == (
-                    [size for size in bins for _ in range(3)] if run.kind == BY_VALUES else []
-                )
+                assert all(len(shape) == 2 for shape in reductions) and sum(shape[0] for shape in reductions) == len(LENGTHS)
                 assert len(reductions) > 1 or run.rows == LARGE
         else:
             assert over_cp[0] == []

@@ -18,12 +18,10 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.losses.api import loss_of_log_probs
-from megatron_rl.losses.reduce_torch import LossValues, evaluate, evaluate_batch
-from megatron_rl.losses.token_batch import JointSums, TokenBatch
+from megatron_rl.losses.reduce_torch import LossValues, evaluate
 from megatron_rl.metrics.step import finalise_metrics
 
-ELEMENTWISE = [name for name in policy_loss_names() if get_policy_loss(name).level != "batch"]
-OF_BATCHES = [name for name in policy_loss_names() if name not in ELEMENTWISE]
+WITH_TRITON = [name for name in policy_loss_names() if get_policy_loss(name).triton]
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 # Ratios that are exactly 1 - low and 1 + high in float64, and far from both; ratios that are bounded, at the bound and beyond.
 EDGE = 0.3
@@ -88,7 +86,7 @@ def test_the_probability_of_a_sampler_is_at_most_1(name, backend):
 
 
 @pytest.mark.parametrize("clip", [CLIP, (0.0, 0.0)], ids=["", "an edge at the ratio 1"])
-@pytest.mark.parametrize(("name", "has_defaults"), with_numbers(ELEMENTWISE))
+@pytest.mark.parametrize(("name", "has_defaults"), with_numbers(policy_loss_names()))
 def test_the_declared_derivative_is_that_of_the_declared_value(name, has_defaults, clip):
     """FB-93: in float64, at the edges of the clip and of the log-ratio, and at the advantage 0. A declared constant is detached."""
     loss = get_policy_loss(name)
@@ -102,44 +100,6 @@ def test_the_declared_derivative_is_that_of_the_declared_value(name, has_default
     assert torch.equal(got.value, want.value) and torch.isfinite(got.value).all()
     torch.testing.assert_close(got.derivative, want.derivative, **EXACT)
     assert want.derivative.any(), "the value has a gradient"
-
-
-def token_batch(loss, lengths: list[int]) -> TokenBatch:
-    """Each sample has one advantage but the last, whose tokens have their own; the last but two lies beyond the bound."""
-    generator = torch.Generator().manual_seed(3)
-    size = sum(lengths)
-    log_ratio = torch.tensor(LOG_RATIOS[:7], dtype=torch.float64).repeat(-(-size // 7))[:size]
-    log_ratio[sum(lengths[:-3]) : sum(lengths[:-2])] = 30.0
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat(len(lengths))[: len(lengths)][documents]
-    advantages[-lengths[-1] :] = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat(lengths[-1])[: lengths[-1]]
-    counts = torch.tensor(lengths, dtype=torch.float64)
-    return TokenBatch(
-        log_ratio=log_ratio,
-        log_probs=-9 * torch.rand(size, generator=generator, dtype=torch.float64),
-        advantages=advantages,
-        loss_mask=torch.ones(size, dtype=torch.bool),
-        documents=documents,
-        token_counts=counts,
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
-        sums=JointSums(SINGLE, len(lengths), torch.device("cpu"), False),
-    )
-
-
-@pytest.mark.parametrize("lengths", [[1] * 9, [7, 7, 7, 3, 5, 4, 2, 6, 5]], ids=["one token a sample", "several"])
-@pytest.mark.parametrize(("name", "has_defaults"), with_numbers(OF_BATCHES))
-def test_the_declared_derivative_of_a_batch_is_that_of_its_summed_values(name, has_defaults, lengths):
-    """Of samples of one token the log-ratios are edges of the clip. A derivative by another token's value is in it."""
-    loss = get_policy_loss(name)
-    batch = token_batch(loss, lengths)
-    numbers, ones = keywords(loss, CLIP, has_defaults=has_defaults), torch.ones_like(batch.log_ratio)
-    (got, is_weighted), (want, _) = (
-        evaluate_batch(one, batch, ones, numbers, {}, has_importance_weights=False) for one in (loss, value_alone_of(loss))
-    )
-    assert not is_weighted, "the derivative is declared"
-    assert torch.equal(got.value, want.value)
-    torch.testing.assert_close(got.derivative, want.derivative, **EXACT)
-    assert want.derivative.any() and got.is_clipped.any() and not got.is_clipped.all()
 
 
 # At ratio 1 each of these papers has the gradient of REINFORCE.
@@ -161,7 +121,7 @@ def test_at_ratio_1_the_coefficient_is_minus_the_advantage(name):
     torch.testing.assert_close(leaf.grad, want, **EXACT)
 
 
-@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if get_policy_loss(name).zero_advantage_has_no_gradient])
+@pytest.mark.parametrize("name", [name for name in policy_loss_names() if get_policy_loss(name).zero_advantage_has_no_gradient])
 def test_an_advantage_of_zero_gives_nothing_where_that_is_declared(name):
     """The fused head leaves such rows out, and the loss and the metrics must not notice."""
     loss = get_policy_loss(name)
@@ -197,7 +157,9 @@ def assert_twins(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.25), (0.0, 0.0), (1.0, 0.28)], ids=str)
-@pytest.mark.parametrize(("name", "has_defaults"), with_numbers([name for name in ELEMENTWISE if get_policy_loss(name).triton]))
+@pytest.mark.parametrize(
+    ("name", "has_defaults"), with_numbers([name for name in policy_loss_names() if get_policy_loss(name).triton])
+)
 @pytest.mark.kernel
 @NEEDS_TRITON
 def test_the_triton_twin_is_the_torch_function(name, has_defaults, clip):
@@ -219,7 +181,7 @@ def test_the_triton_twin_is_the_torch_function(name, has_defaults, clip):
 BATCH = random_batch([4, 3], num_masked=(1, 0))
 HIDDEN_SIZE = 5
 OPTIONS = {"advantages_per": "sample", "tp_group": SINGLE, "cp_group": SINGLE}
-LEVELS = ("token", "sequence", "batch")
+LEVELS = ("token", "sequence")
 _number = iter(range(10_000))
 
 
@@ -232,8 +194,7 @@ def register(level: str, result, write=lambda log_ratio: None) -> str:
         write(log_ratio)
         return result(value, -advantages)
 
-    function = elementwise if level != "batch" else lambda batch: elementwise(batch.log_ratio, batch.advantages)
-    register_policy_loss(name, level)(function)
+    register_policy_loss(name, level)(elementwise)
     return name
 
 

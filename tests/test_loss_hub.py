@@ -51,7 +51,6 @@ CLIPS = {
     "cispo": (1.0, 0.28),
     "gspo_token": (3e-4, 4e-4),
     "gmpo": (1 - math.exp(-0.4), math.exp(0.4) - 1),
-    "fipo": (0.2, 0.28),
     **dict.fromkeys(("sapo", "dppo_tv", "dppo_kl", "dro", "reinforce", "topr", "vespo")),
 }
 
@@ -91,7 +90,7 @@ def values(log_ratio, advantages):
 def test_the_registries_start_with_the_built_in_names():
     assert loss_aggregation_names() == tuple(oracle.AGGREGATIONS), "each has its formula there"
     assert {*policy_loss_names()} == oracle.LOSSES.keys(), "each has its formula there"
-    assert {name for name in oracle.LOSSES if get_policy_loss(name).level == "sequence"} == oracle.ONE_RATIO_A_SAMPLE
+    assert {name for name in oracle.LOSSES if get_policy_loss(name).level == "sequence"} == oracle.ONE_RATIO_A_SAMPLE.keys()
     assert {name: get_policy_loss(name).clip_ratios for name in CLIPS} == CLIPS
 
 
@@ -154,15 +153,21 @@ REFUSED = [  # (message, call)
         add_loss("x", function=lambda log_ratio, advantages, cap: None),
     ),
     ("'plain' has no dot", lambda: import_dotted("plain", "--reward")),
-    ('must be "token", "sequence" or "batch"', add_loss("x", level="turn")),
-    ("'rewards' is none of rollout_log_probs, ref_log_probs, token_counts, entropy", add_loss("x", needs=("rewards",))),
+    ('must be "token" or "sequence"', add_loss("x", level="turn")),
+    (
+        "'rewards' is none of rollout_log_probs, ref_log_probs, token_counts, entropy, mean_log_ratio",
+        add_loss("x", needs=("rewards",)),
+    ),
     ("triton='twin' .* has no dot", add_loss("x", triton="twin")),
     ("triton=3 of policy loss 'x' must be the text module.function", add_loss("x", triton=3)),
     ("parameters=3 of policy loss 'x' must be a tuple of Parameter", add_loss("x", parameters=3)),
     ("needs='ref_log_probs' of policy loss 'x' must be a tuple of str", add_loss("x", needs="ref_log_probs")),
     ("'lambda' must be a Python identifier and no reserved word", lambda: Parameter("lambda", 3.0, "a reserved word")),
-    ('level "batch" has none', add_loss("x", "batch", triton="m.twin")),
-    ('at level "batch" they may be in sums of other tokens', add_loss("x", "batch", zero_advantage_has_no_gradient=True)),
+    ("without triton, whose kernels have no mean of tokens", add_loss("x", needs=("mean_log_ratio",), triton="m.twin")),
+    ("each row counts in the mean", add_loss("x", needs=("mean_log_ratio",), zero_advantage_has_no_gradient=True)),
+    ('"at "sequence" log_ratio is the mean'[1:], add_loss("x", "sequence", needs=("mean_log_ratio",))),
+    ('token_clip is for level "sequence" without triton', add_loss("x", token_clip=max)),
+    ('token_clip is for level "sequence" without triton', add_loss("x", "sequence", triton="m.twin", token_clip=max)),
     ("declares a name twice among log_ratio, advantages", add_loss("x", parameters=(Parameter("log_ratio", 1.0, "a taken name"),))),
     (r"cap=3.0 must be a finite number in \[-inf, 2\]", lambda: Parameter("cap", 3.0, "a cap", maximum=2.0)),
     ("must be a Python identifier", lambda: Parameter("a cap", 3.0, "a cap")),
@@ -262,9 +267,9 @@ def token_loss_of_a_user(log_ratio, advantages):
     return LossValue(advantages * log_ratio.square(), derivative=2 * advantages * log_ratio)
 
 
-def sample_loss_of_a_user(batch):
+def sample_loss_of_a_user(log_ratio, advantages, *, token_counts):
     """Each token has its sample's summed log-ratio times the advantage: the document's sum has derivative m_i A_i."""
-    return batch.of_tokens(batch.sample_sum(batch.log_ratio)) * batch.advantages
+    return log_ratio * token_counts * advantages
 
 
 def loop_of_a_user(kind, batch, logits):
@@ -296,7 +301,7 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
     Covers everything in the hub, a loss and an aggregation registered here included: denominators reach every path.
     """
     register_policy_loss("user_token", "token")(token_loss_of_a_user)
-    register_policy_loss("user_sample", "batch")(sample_loss_of_a_user)
+    register_policy_loss("user_sample", "sequence", needs=("token_counts",))(sample_loss_of_a_user)
     register_loss_aggregation("user_root")(root_mean)
     masks = [STEP.loss_mask[document] for document in STEP.documents]
     totals, counts, prompt_counts = count_step(masks, STEP_PROMPTS)

@@ -75,6 +75,8 @@ def loop_of(name: str, batch: Batch, logits: torch.Tensor, rollout: torch.Tensor
         log_ratio = new - batch.old_log_probs[own]
         if name == "own_gmpo":
             values = -advantage * torch.stack([x.clamp(-0.1, 0.15) for x in log_ratio]).mean().exp() * torch.ones_like(new)
+        elif name == "own_centred_on_the_sample":
+            values = -(1 + (log_ratio - log_ratio.mean()) ** 2).detach() * advantage * new
         elif name == "own_truncated":
             values = -(new - rollout[own]).detach().exp().clamp(max=1.1) * advantage * new
         else:
@@ -89,7 +91,7 @@ def clip_of_call(name: str) -> dict:
     return NO_CLIP if get_policy_loss(name).clip_ratios is None else CLIP
 
 
-@pytest.mark.parametrize("name", ["own_reinforce", "own_reinforce_of_samples", "own_gmpo"])
+@pytest.mark.parametrize("name", ["own_reinforce", "own_reinforce_of_samples", "own_gmpo", "own_centred_on_the_sample"])
 @over_backends
 def test_a_loss_without_a_derivative_has_autograds(name, backend):
     """At each level, with the whole sample in between; with kernels around it, which it has no part in."""
@@ -133,7 +135,7 @@ def on_a_cp_rank(rank: int, name: str):
     return output.loss.detach(), [t for document in positions for t in document], gradient
 
 
-@pytest.mark.parametrize("name", ["own_gmpo", "own_reinforce_of_samples"])
+@pytest.mark.parametrize("name", ["own_gmpo", "own_centred_on_the_sample", "own_reinforce_of_samples"])
 def test_a_sample_on_two_ranks_is_one_sample(name):
     """FB-109: the mean over the sample, and the gradient through it, of each rank's own tokens."""
     with RankPool(2, use_megatron=False) as pool:
@@ -185,7 +187,7 @@ def test_further_vectors_and_parameters_through_the_fused_head(backend):
 
 # What the package computes for a loss: counts and entropies
 
-HEEDING = ("own_heeding", "own_heeding_of_samples", "own_heeding_of_batches")
+HEEDING = ("own_heeding", "own_heeding_of_samples")
 
 
 def loop_of_heeding(name: str, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
@@ -208,7 +210,7 @@ def test_a_loss_gets_the_counts_and_entropies_that_it_needs(name, backend):
     want = with_gradient(lambda logits: loop_of_heeding(name, BATCH, logits), BATCH.logits)
     with counted_launches() as launches:
         got = backend.run(front_door(name), BATCH, metrics="basic")
-    assert ("loss_and_coefficients_kernel" in launches) == (backend is TRITON and name != "own_heeding_of_batches")
+    assert ("loss_and_coefficients_kernel" in launches) == (backend is TRITON)
     assert_same(got, want, **backend.tolerance)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +16,7 @@ from loss_backends import KERNEL
 import megatron_rl
 from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -266,60 +265,6 @@ def test_a_rank_that_does_not_compare_is_named(ranks, entry, group_name):
         assert "whether check_ranks compares differs" in text and "rank 0 has True, rank 1 has False" in text
 
 
-def sums_twice(batch):
-    value = -batch.advantages * batch.log_ratio.exp()
-    for _ in range(1 + (dist.get_rank() == 1)):
-        value = value * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
-    return value
-
-
-def knows_its_derivative(batch):
-    """By data: no derivative where this rank has no negative advantage, as an idle rank may do."""
-    value = -batch.advantages * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
-    return LossValue(value, value.detach()) if dist.get_rank() == 1 else value
-
-
-def columns(batch):
-    k = 1 + dist.get_rank()
-    means = batch.sample_mean(batch.log_ratio[:, None].expand(-1, k))
-    return -batch.advantages * batch.of_tokens(means.sum(1)).exp()
-
-
-def ends(batch):
-    if dist.get_rank() == 1:
-        raise SystemExit("on this rank")
-    return -batch.advantages * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
-
-
-def ends_after_a_sum(batch):
-    value = -batch.advantages * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
-    return value if dist.get_rank() == 0 else sys.exit(3)
-
-
-OTHERS_ON_RANK_1 = {
-    "one more sum": (sums_twice, "policy loss 'unlike' asks for .* sums over samples"),
-    "a derivative": (knows_its_derivative, "policy loss 'unlike' asks for .* sums over samples"),
-    "one more column": (columns, "policy loss 'unlike' asks for .* sums over samples"),
-    "SystemExit": (ends, r"policy loss 'unlike' raised SystemExit\(on this rank\)"),
-    "sys.exit after a sum": (ends_after_a_sum, r"policy loss 'unlike' raised SystemExit\(3\)"),
-}
-
-
-@pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
-@pytest.mark.parametrize("name", OTHERS_ON_RANK_1)
-def test_a_loss_whose_collectives_differ_is_named_on_both(ranks, name, entry):
-    """It would wait until its collective runs out of time."""
-    function, message = OTHERS_ON_RANK_1[name]
-
-    def step(rank: int):
-        register_policy_loss("unlike", "batch")(function)
-        given = arguments(entry, "cp")
-        return error_of(lambda: getattr(megatron_rl, entry)("unlike", **given))
-
-    for text in ranks.run(step):
-        assert re.search(message, text), text
-
-
 def test_one_rank_compares_nothing():
     with counted_collectives(with_checks=True) as calls, RankAgreement(SINGLE, SINGLE, check_ranks=True) as agreement:
         assert not agreement.is_active
@@ -367,7 +312,7 @@ def test_count_step_raises_on_every_rank(ranks):
 
 
 def refusing(level: str, how: str) -> str:
-    """A loss whose function fails on rank 1 alone, after whatever it sums over samples; the derivative is autograd's."""
+    """A loss whose function fails on rank 1 alone; the derivative is autograd's."""
     name = f"{level} loss, {how}"
 
     def elementwise(log_ratio, advantages):
@@ -378,20 +323,23 @@ def refusing(level: str, how: str) -> str:
             return value * math.nan if how == "NaN" else value[:, None]
         return value
 
-    def of_batch(batch):
-        return elementwise(batch.of_tokens(batch.sample_mean(batch.log_ratio)), batch.advantages)
+    def with_means(log_ratio, advantages, *, mean_log_ratio):
+        return elementwise(log_ratio + mean_log_ratio, advantages)
 
-    register_policy_loss(name, level)(of_batch if level == "batch" else elementwise)
+    is_with_means = level == "token with means"
+    needs = ("mean_log_ratio",) if is_with_means else ()
+    register_policy_loss(name, level.split()[0], needs=needs)(with_means if is_with_means else elementwise)
     return name
 
 
+LEVELS = ("token", "sequence", "token with means")
 REFUSALS = {"NaN": "not finite", "wrong shape": r"returned \(.*, 1\) torch.float32 as its value", "raises": "a key of the user's"}
 
 
 @pytest.fixture(scope="module")
 def refusals():
     """{(level, how, group, entry): (rank 0's error, rank 1's)}; each case in one call, so that the ranks are seen to go on."""
-    keys = list(itertools.product(("token", "sequence", "batch"), REFUSALS, ("tp", "cp"), ("logits", "hidden states")))
+    keys = list(itertools.product(LEVELS, REFUSALS, ("tp", "cp"), ("logits", "hidden states")))
 
     def outcomes(rank: int) -> list[str]:
         names = {pair: refusing(*pair) for pair in dict.fromkeys((level, how) for level, how, _, _ in keys)}
@@ -413,7 +361,7 @@ def refusals():
 @pytest.mark.parametrize("entry", ["logits", "hidden states"])
 @pytest.mark.parametrize("group_name", ["tp", "cp"])
 @pytest.mark.parametrize("how", REFUSALS)
-@pytest.mark.parametrize("level", ["token", "sequence", "batch"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_a_loss_refuses_on_one_rank_is_raised_on_both(refusals, level, how, group_name, entry):
     """Neither waits for the other, in whichever collective it was, and both go on with the next micro-batch."""
     for text in refusals[level, how, group_name, entry]:

@@ -140,7 +140,7 @@ def test_a_users_type_checker_knows_the_keywords_of_a_loss(tmp_path):
         "wrong_keyword": ("temperature=0.7", "temprature=0.7", '"temprature"'),
         "wrong_value": ("vocab_size=8", 'vocab_size="8"', '"vocab_size"'),
         "wrong_name": ("count_step, policy_loss", "count_step, policy_los", '"policy_los"'),
-        "wrong_level": ('"plain")\ndef', '"plain", "sample")\ndef', "\"Literal['token', 'sequence', 'batch']\""),
+        "wrong_level": ('"plain")\ndef', '"plain", "sample")\ndef', "\"Literal['token', 'sequence']\""),
     }
     (tmp_path / "right.py").write_text(TYPED, encoding="utf-8")
     for file, (word, misspelled, _) in wrong.items():

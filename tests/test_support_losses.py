@@ -28,7 +28,7 @@ from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.testing.ranks import run_ranks
 
-V, SOME = 11, ("grpo", "gspo", "fipo")
+V, SOME = 11, ("grpo", "gspo", "gspo_token")
 
 
 @pytest.fixture(params=ON_BACKENDS)
@@ -236,7 +236,7 @@ def step_of_rank(rank: int, on: str, batch: Batch, kept: list[list[int]]) -> tup
     logits = torch.cat([own.logits, torch.full((len(flat), 1), math.nan)], 1)[:, tp.rank() * width :][:, :width]
     leaf = logits.clone().requires_grad_()
     terms = {name: value for name, value in every_term(own).items()}
-    options = {"vocab_size": V, "tp_group": tp, "cp_group": cp, "backend": on, "cp_layout": "zigzag"}
+    options = {"vocab_size": V, "tp_group": tp, "cp_group": cp, "backend": on}
     support = SamplingSupport.from_lists(kept).take(torch.tensor(flat, dtype=torch.int64))
     output = policy_loss("gspo", leaf, *own.arguments(), sampling_support=support, **CLIP, **terms, **options)
     output.loss.backward()

@@ -451,10 +451,10 @@ def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(mo
     del sys.modules["megatron_rl.hosts.verl_config"]
     made = importlib.import_module("megatron_rl.hosts.verl_config")
     fields = {one.name for one in dataclasses.fields(made.PolicyLoss)}
-    assert {"vespo_power_negative", "fipo_half_life", "importance_correction"} <= fields
+    assert {"vespo_power_negative", "vespo_decay_negative", "importance_correction"} <= fields
     assert "clip_ratio_c" not in fields and verl.read(ActorConfig(made.PolicyLoss("megatron_rl.vespo.token_mean"))).config
     chosen = pickle.loads(pickle.dumps(made.PolicyLoss(loss_mode="megatron_rl.vespo.token_mean", vespo_power_negative=2.0)))
-    assert chosen.vespo_power_negative == 2.0 and chosen.fipo_half_life is None
+    assert chosen.vespo_power_negative == 2.0 and chosen.vespo_decay_negative is None
 
 
 # verl's own code

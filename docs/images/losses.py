@@ -13,10 +13,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, policy_loss_names
-from megatron_rl.losses.reduce_torch import LossValues, evaluate, evaluate_batch
-from megatron_rl.losses.token_batch import JointSums, TokenBatch
+from megatron_rl.losses.reduce_torch import LossValues, evaluate
 
 # A token of probability 0.3 after the step, and the ratios that the sampler's probability then gives.
 LOG_PROB = -1.2
@@ -27,21 +25,18 @@ COLORS = {1.0: "#2563eb", -1.0: "#dc2626"}
 
 
 def values_of(loss: PolicyLoss, advantage: float, **parameters: float) -> LossValues:
-    """Each ratio is a sample of one token, so that levels "sequence" and "batch" are in the picture too."""
+    """Each ratio is a sample of one token, so that level "sequence" is in the picture too."""
     keywords = loss.resolve_parameters(parameters)
     if loss.clip_ratios is not None:
         default = dict(zip(WIDE, loss.clip_ratios, strict=True))
         keywords |= WIDE if loss.clips_means else default
     log_ratio, ones = RATIOS.log(), torch.ones_like(RATIOS)
     log_probs = LOG_PROB * ones
-    vectors = dict.fromkeys(loss.needs, ones)  # of the built-in losses: counts
-    if loss.level != "batch":
-        return evaluate(loss, log_ratio, advantage * ones, log_probs, keywords, vectors)
-    size = RATIOS.numel()
-    sums = JointSums(SINGLE, size, torch.device("cpu"), is_checked=False)
-    documents, bounds = torch.arange(size), torch.arange(size + 1)
-    batch = TokenBatch(log_ratio, log_probs, advantage * ones, ones.bool(), documents, ones, bounds, sums)
-    return evaluate_batch(loss, batch, ones, keywords, vectors, has_importance_weights=False)[0]
+    known = {"token_counts": ones, "mean_log_ratio": log_ratio}
+    vectors = {name: known[name] for name in loss.needs}
+    clipped = log_ratio if loss.token_clip is None else loss.token_clip(log_ratio, advantage * ones, **keywords)
+    found = evaluate(loss, clipped, advantage * ones, log_probs, keywords, vectors)
+    return found._replace(derivative=torch.where(clipped == log_ratio, found.derivative, 0.0))
 
 
 def without_steps(values: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ class HostBatch:
     token_counts: Tensor  # [N] int64, over all cp ranks
     rollout_token_counts: Tensor  # [N] float64: the host's rollout_mask_sums, else token_counts
     per_token: dict[str, Tensor]  # name -> [T] float32, 0 outside the response; only what the batch has
-    cp_layout: str  # the order of the slices: "zigzag" or "contiguous"
     sampling_support: SamplingSupport | None = None  # T rows on the host, empty where the mask is 0; None: not asked for
 
 
@@ -87,7 +86,6 @@ def read_host_batch(
         token_counts=token_counts,
         rollout_token_counts=_rollout_counts(batch.get("rollout_mask_sums"), token_counts),
         per_token={key: rows.place(parts, torch.float32) for key, parts in lists.items()},
-        cp_layout="contiguous" if is_contiguous else "zigzag",
     )
 
 

@@ -32,9 +32,8 @@ from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.losses.inputs import given, mean_of_documents
-from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
+from megatron_rl.losses.reduce_torch import evaluate
 from megatron_rl.losses.settings import LossKeywords
-from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
@@ -103,7 +102,6 @@ def custom_loss(
         "regularizer_weights": mean_weights,
         "tp_group": tp_group,
         "cp_group": cp_group,
-        "cp_layout": rows.cp_layout,
         "check_ranks": checks_microbatch(next(run.numbers)),
     }
     support = rows.sampling_support
@@ -279,7 +277,7 @@ def host_metrics(
     Keys and their order depend on the settings and on which lists the batch has, never on a mask. --policy-metrics none keeps
     the parts of the loss alone. Exponents are bounded to +-20, so that one token cannot make a mean infinite.
     Communication: at cp size above 1 one all-reduce of [N, k <= 2] for what is not a sum over tokens (a sample's mean log-ratio,
-    miles' ess_ratio), and the sums of a loss of level "batch"; none with --policy-metrics none.
+    miles' ess_ratio); none with --policy-metrics none.
     """
     documents = document_ids(batch.cu_seqlens, batch.labels.numel())
     weights = spread(mean_weights.double(), documents)
@@ -327,8 +325,7 @@ def _log_ratio(
     is_sequence = get_policy_loss(launch.config.policy_loss).level == "sequence"
     has_ess_ratio, is_first = launch.host.has_ess_ratio, cp_group.rank() == 0
     if is_sequence:
-        sums = all_reduce_sum(document_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch.cu_seqlens), cp_group)
-        log_ratio = spread(mean_of_documents(sums, batch.token_counts, log_ratio.dtype), documents)
+        log_ratio = _mean_of_samples(batch, log_ratio, documents, cp_group)
         effective = (batch.token_counts > 0).double()  # one ratio a sample: none weighs more than another
     elif has_ess_ratio:
         ratios = torch.where(batch.loss_mask, bounded_exp(log_ratio), 0.0).double()
@@ -343,15 +340,20 @@ def _log_ratio(
     return log_ratio, effective.sum() if is_first else effective.new_zeros(())
 
 
+def _mean_of_samples(batch: HostBatch, log_ratio: Tensor, documents: Tensor, cp_group: Group) -> Tensor:  # [T]
+    sums = all_reduce_sum(document_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch.cu_seqlens), cp_group)
+    return spread(mean_of_documents(sums, batch.token_counts, log_ratio.dtype), documents)
+
+
 def _is_clipped(
     launch: HostLaunch, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
 ) -> Tensor:  # [T] bool
     """What the loss counts as clipped, without the dual clip, which the hosts leave out too.
 
-    Communication: for a loss of level "batch" its sums over samples.
+    Communication: for a token-level loss that reads its sample's mean log-ratio one all-reduce of [N] over cp.
     """
     loss, advantages, clip = get_policy_loss(launch.config.policy_loss), batch.per_token["advantages"], clip_of(launch.config)
-    if loss.level == "sequence":
+    if loss.level == "sequence" and loss.token_clip is None:
         if clip is None:
             return torch.zeros_like(log_ratio, dtype=torch.bool)
         ratio = bounded_exp(log_ratio)
@@ -363,24 +365,14 @@ def _is_clipped(
         keywords |= {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
     documents = document_ids(batch.cu_seqlens, log_probs.numel())
     known = {**batch.per_token, "token_counts": spread(batch.token_counts, documents)}
-    vectors = {name: known[name].to(log_probs.dtype) for name in loss.needs}
     behind = batch.per_token["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
     log_ratio, advantages = log_probs - behind.to(log_probs.dtype), advantages.to(log_probs.dtype)
-    if loss.level == "token":
-        return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
-    tokens = TokenBatch(
-        log_ratio=log_ratio,
-        log_probs=log_probs,
-        advantages=advantages,
-        loss_mask=batch.loss_mask,
-        documents=documents,
-        token_counts=batch.token_counts,
-        cu_seqlens=batch.cu_seqlens,
-        sums=JointSums(cp_group, batch.token_counts.numel(), log_probs.device, is_checked=False),
-        cp_layout=batch.cp_layout,
-    )
-    values, _ = evaluate_batch(loss, tokens, torch.ones_like(log_probs), keywords, vectors, has_importance_weights=False)
-    return values.is_clipped
+    if loss.token_clip is not None:
+        return (loss.token_clip(log_ratio, advantages, **keywords) != log_ratio) & (advantages != 0)
+    if loss.reads_means:
+        known["mean_log_ratio"] = _mean_of_samples(batch, log_ratio, documents, cp_group)
+    vectors = {name: known[name].to(log_probs.dtype) for name in loss.needs}
+    return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
 
 
 def _rollout_metrics(launch: HostLaunch, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:

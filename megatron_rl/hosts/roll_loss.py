@@ -109,7 +109,6 @@ class RollLoss:
             "advantages_per": "token",
             "token_counts": token_counts,
             "metrics": config.policy_metrics,
-            "cp_layout": "zigzag",  # of _get_feature_on_this_cp_rank
         }
         if config.fused_lm_head_loss:
             output = self._of_hidden(logits, of_tokens, options)

@@ -115,8 +115,8 @@ def policy_loss(
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
         keywords: LogitsLossKeywords explains them.
     Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3 to 8]; cp one all-reduce of [N, k]; with
-        check_ranks one all-gather of 4 KiB over each; backward none. None of them at size 1. A loss of level "batch" adds its own
-        sums over cp. A loss that needs token_counts of its tokens adds one of [N] where the caller gave none.
+        check_ranks one all-gather of 4 KiB over each; backward none. None of them at size 1. A loss that needs token_counts of its
+        tokens adds one of [N] where the caller gave none.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """

@@ -18,7 +18,7 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     for name, value in settings.keywords.items():
         agreement.add(name, value)
     agreement.add("correction", str(inputs.correction))
-    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout"):
+    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend"):
         agreement.add(name, getattr(settings, name))
     compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
     agreement.add("whether kl_score is of the vocabulary", settings.is_kl_of_all)

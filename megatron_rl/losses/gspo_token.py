@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.losses.grpo import CLIP_RATIO_C
-from megatron_rl.losses.token_batch import TokenBatch
 from megatron_rl.ops.ratios import clipped_objective
 
 
 @register_policy_loss(
     "gspo_token",
-    level="batch",  # so no zero_advantage_has_no_gradient: a token of advantage 0 is still part of its sample's mean
     clip_ratios=(3e-4, 4e-4),  # as GSPO
+    needs=("mean_log_ratio",),  # so no zero_advantage_has_no_gradient: a token of advantage 0 is still part of its sample's mean
     parameters=(CLIP_RATIO_C,),
 )
 def gspo_token(
-    batch: TokenBatch,  # [T] vectors
+    log_ratio: Tensor,  # [T]
+    advantages: Tensor,  # [T]
+    log_probs: Tensor,  # [T]
     *,
+    mean_log_ratio: Tensor,  # [T] of the token's sample, a constant for the gradient
     clip_ratio_low: float,
     clip_ratio_high: float,
     clip_ratio_c: float = math.inf,
@@ -33,13 +37,10 @@ def gspo_token(
     and the derivative by a token is -s_i A_t where s_i is not clipped. With one advantage a sample, value and gradient equal
     GSPO's. With importance weights the two differ: here each token's gradient has its own weight, in GSPO their mean.
     Use it when you want gspo and have advantages for tokens or turns.
-
-    Communication: one all-reduce of [N] over cp.
     """
-    constant_mean = batch.of_tokens(batch.sample_mean(batch.log_ratio)).detach()
     return clipped_objective(
-        constant_mean + (batch.log_probs - batch.log_probs.detach()),
-        batch.advantages,
+        mean_log_ratio + (log_probs - log_probs.detach()),
+        advantages,
         clip_ratio_low=clip_ratio_low,
         clip_ratio_high=clip_ratio_high,
         clip_ratio_c=clip_ratio_c,

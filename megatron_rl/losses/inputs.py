@@ -287,8 +287,9 @@ def checked_tensors(
 
 
 def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
-    """The further inputs that the loss declares, without the counts of a sequence-level loss, which are not sums over tokens."""
-    vectors = {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs if name != "token_counts"}
+    """The further inputs that the loss declares, without what the sums give: counts of a sequence-level loss, and means."""
+    passed = [name for name in loss.needs if name not in ("token_counts", "mean_log_ratio")]
+    vectors = {name: given(getattr(inputs, name)).to(dtype) for name in passed}
     if "token_counts" in loss.needs and loss.level != "sequence":
         vectors["token_counts"] = spread(given(inputs.token_counts).to(dtype), inputs.token_documents)
     return {name: vectors[name] for name in loss.needs if name in vectors}
@@ -311,7 +312,7 @@ class DocumentSums:
     num_nonfinite: Tensor
     counts: Tensor
     correction_sums: dict[str, Tensor]  # by the names of corrections.correction_columns
-    means: dict[str, Tensor]  # mean_columns in the dtype of log_probs; empty unless the loss is sequence-level
+    means: dict[str, Tensor]  # mean_columns in the dtype of log_probs
     importance: Tensor | None
     advantages: Tensor | None  # one per document, from [T] input
     advantages_vary: Tensor | None  # [N] bool
@@ -320,9 +321,8 @@ class DocumentSums:
 
 def sum_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
     """The k columns of the reduced [N, k] tensor. Their order depends only on settings, so it is the same on every rank."""
-    columns = list(FIRST_COLUMNS)
+    columns = [*FIRST_COLUMNS, *mean_columns(loss)]
     if loss.level == "sequence":
-        columns += mean_columns(loss)
         if inputs.importance_weights is not None:
             columns.append("importance")
         if inputs.advantages_per == "token":
@@ -331,7 +331,9 @@ def sum_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
 
 
 def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
-    """The vectors whose mean over a sample's tokens a sequence-level loss needs."""
+    """The vectors whose mean over a sample's tokens the loss needs."""
+    if loss.level != "sequence":
+        return ("log_ratio",) if loss.reads_means else ()
     further = (name for name in loss.needs if name != "token_counts")
     return ("log_ratio", *(("log_probs",) if loss.takes_log_probs else ()), *further)
 
@@ -365,13 +367,12 @@ def read_sums(
     if inputs.token_counts is not None:
         is_miscounted = inputs.token_counts != counts
         num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
-    names_of_means = mean_columns(loss) if loss.level == "sequence" else ()
     names_of_correction = () if inputs.correction is None else inputs.correction.columns
     return DocumentSums(
         num_nonfinite=num_nonfinite,
         counts=counts,
         correction_sums={name: column[name] for name in names_of_correction},
-        means={name: mean_of_documents(column[name], counts, dtype) for name in names_of_means},
+        means={name: mean_of_documents(column[name], counts, dtype) for name in mean_columns(loss)},
         importance=column.get("importance"),
         advantages=mean_advantages,
         advantages_vary=vary,

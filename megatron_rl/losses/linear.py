@@ -85,9 +85,9 @@ def linear_policy_loss(
 
         in-chunk     a sequence-level loss, and whole documents in a chunk: c is known while the chunk's logits exist
         scale-last   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first, by c last
-        two-pass     a long document with KL or entropy terms, a loss of level "batch", or a correction by samples that reads the
-                     policy in training: statistics first, then the logits of all chunks except the last a second time (a fourth
-                     matmul for them)
+        two-pass     a long document with KL or entropy terms, with a clip of tokens or a mean log-ratio at token level, or with a
+                     correction by samples that reads the policy in training: statistics first, then the logits of all chunks except
+                     the last a second time (a fourth matmul for them)
         row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, so chunks may be cut anywhere. A correction
                      by samples of old_log_probs is known before
 
@@ -269,11 +269,11 @@ def _plan(
     Communication: as document_sizes; in plan row-by-row none, or for a correction by samples one all-reduce of [N, k] over cp.
     """
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
-    if loss.level == "token" and inputs.correction is not None and can_correct_before_rows(inputs):
+    if not loss.reads_means and inputs.correction is not None and can_correct_before_rows(inputs):
         inputs = correct_before_rows(inputs, log_probs_type, settings.cp_group)
     rows, has_no_gradient = _rows_that_take_part(loss, inputs, settings, copies, options)
     waits_for_sums = inputs.correction is not None and inputs.correction.needs_sums
-    if (loss.level == "token" and not waits_for_sums) or are_coefficients_known_on_policy(loss, inputs):
+    if not (loss.reads_means or waits_for_sums) or are_coefficients_known_on_policy(loss, inputs):
         return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_row_by_row=True)
     rows_of_documents = copies.rows_of_documents(rows)
     device, cp_group = inputs.loss_mask.device, settings.cp_group
@@ -282,8 +282,8 @@ def _plan(
         document_bins(sizes, capacity) or [()],
         rows_of_documents,
         capacity,
-        # Only at level "sequence" the tokens of a document share one coefficient.
-        has_row_terms=has_row_terms or loss.level != "sequence",
+        # Only at level "sequence" without a clip of tokens the tokens of a document share one coefficient.
+        has_row_terms=has_row_terms or loss.level != "sequence" or loss.token_clip is not None,
         is_idle=[has_no_gradient is not None and bool(has_no_gradient[rows].all()) for rows in rows_of_documents],
     )
     return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_row_by_row=False)

@@ -44,8 +44,8 @@ def plan_one_read(
 
     - the softmax needs another rank's statistics (tp above 1);
     - the loss reads the entropy;
-    - a coefficient needs other rows: a sequence-level loss off-policy, level "batch", a correction by samples that reads the policy
-      in training, or a correction by tokens on-policy, whose weights are made from the log-probabilities;
+    - a coefficient needs other rows: a sequence-level loss off-policy, a correction by samples that reads the policy in training,
+      or a correction by tokens on-policy, whose weights are made from the log-probabilities;
     - it is known before the rows, but with one more reduction over cp (cp above 1);
     - columns are not adjacent, or there is nothing to read;
     - the factor is assumed and the gradient is float16: a wrong guess would leave zeros or infinities, which no factor mends;

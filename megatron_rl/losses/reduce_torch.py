@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_rl.config import LOG_RATIO_BOUND, PolicyMetrics
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import is_checked
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import LossValue, PolicyLoss
@@ -36,7 +35,6 @@ from megatron_rl.losses.inputs import (
 )
 from megatron_rl.losses.settings import LossSettings
 from megatron_rl.losses.support_terms import kl_reference, with_support_sums
-from megatron_rl.losses.token_batch import JointSums, OtherNumberOfSums, RefusedElsewhere, TokenBatch
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, kl_estimate
 
@@ -82,10 +80,10 @@ def reduce_loss_torch(
 
     A correction multiplies u_t; the KL and entropy terms have no such factor.
 
-    Communication: one all-reduce over cp of [N, k]; none at cp size 1. k = 2 (non-finite, count). Level "sequence" adds the means
-    that the loss needs, one column for importance weights, and two for [T] advantages, which must be equal inside a sample over all
-    cp ranks. A correction adds a column for each criterion of the sample. A loss of level "batch" adds its own sums. Where ranks
-    are checked, one all-gather of 4 KiB over tp and cp.
+    Communication: one all-reduce over cp of [N, k]; none at cp size 1. k = 2 (non-finite, count), and the loss's means.
+    Level "sequence" adds one column for importance weights, and two for [T] advantages, which must be equal inside a sample over
+    all cp ranks. A correction adds a column for each criterion of the sample. Where ranks are checked, one all-gather of 4 KiB
+    over tp and cp.
     Raises, on the CPU, after the all-reduce and so on all tp and cp ranks: DataError for non-finite unmasked tokens and for
     advantages that vary inside a sample. On CUDA num_nonfinite counts them, without a synchronisation.
     """
@@ -98,7 +96,7 @@ def reduce_loss_torch(
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
     vectors = further_inputs(loss, inputs, dtype)
     results: dict[str, Tensor] = {}
-    if loss.level == "token":
+    if not loss.reads_means:
         # Before the reduction, which tells the other cp ranks about non-finite values.
         with settings.agreement() as agreement:
             tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
@@ -123,12 +121,10 @@ def reduce_loss_torch(
     value_weights, coefficient_weights = _weights(is_sequence, inputs, sums, dtype)
     num_nonfinite = sums.num_nonfinite
     if is_sequence:
-        tokens, num_bad = _sequence_values(loss, advantages, inputs, sums, settings)
+        tokens, num_bad = _sequence_values(loss, log_probs - old_log_probs, advantages, token_advantages, inputs, sums, settings)
         num_nonfinite = num_nonfinite + num_bad
-    if loss.level == "batch":
-        batch = _token_batch(log_probs, old_log_probs, token_advantages, inputs, sums, settings)
-        tokens, is_weighted, num_bad = _batch_values(loss, batch, value_weights, inputs, vectors, settings)
-        coefficient_weights = torch.ones_like(value_weights) if is_weighted else coefficient_weights
+    elif loss.reads_means:
+        tokens, num_bad = _values_by_means(loss, log_probs, old_log_probs, token_advantages, inputs, sums, settings)
         num_nonfinite = num_nonfinite + num_bad
     values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
     policy_loss = _sum_live(value_weights * values, inputs)
@@ -215,7 +211,7 @@ def metric_sums_in_torch(
     old_log_probs = tensors["old_log_probs"]
     advantages, token_advantages = _advantages(loss, inputs, sums, tensors["advantages"])
     if loss.level == "sequence":
-        tokens, _ = _sequence_values(loss, advantages, inputs, sums, settings)
+        tokens, _ = _sequence_values(loss, log_probs - old_log_probs, advantages, token_advantages, inputs, sums, settings)
     else:
         vectors = further_inputs(loss, inputs, log_probs.dtype)
         tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
@@ -248,7 +244,9 @@ def _advantages(
 
 def _sequence_values(
     loss: PolicyLoss,
+    log_ratio: Tensor,  # [T]
     advantages: Tensor,  # [N]
+    token_advantages: Tensor,  # [T]
     inputs: LossInputs,
     sums: DocumentSums,
     settings: LossSettings,
@@ -261,53 +259,41 @@ def _sequence_values(
         is_bad = nonfinite_values(samples, sums.counts > 0)
         if is_any(is_bad):
             raise nonfinite_loss(loss, is_bad, sums.means["log_ratio"], advantages)
-    return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, sums.counts, 0.0)
+    value, derivative, is_clipped = (spread(part, inputs.token_documents) for part in samples)
+    if loss.token_clip is not None:
+        is_token_clipped = _clipped_log_ratio(loss, log_ratio, token_advantages, settings) != log_ratio
+        derivative = torch.where(is_token_clipped, 0.0, derivative)
+        is_clipped = is_clipped | (is_token_clipped & (token_advantages != 0))
+    return LossValues(value, derivative, is_clipped), torch.where(is_bad, sums.counts, 0.0)
 
 
-def _token_batch(
+def _clipped_log_ratio(loss: PolicyLoss, log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:  # [T] each
+    """The log-ratios whose mean a sequence-level loss gets."""
+    if loss.token_clip is None:
+        return log_ratio
+    clipped: Tensor = loss.token_clip(log_ratio, advantages, **settings.keywords)
+    return clipped
+
+
+def _values_by_means(
+    loss: PolicyLoss,
     log_probs: Tensor,  # [T]
     old_log_probs: Tensor,  # [T]
     advantages: Tensor,  # [T]
     inputs: LossInputs,
     sums: DocumentSums,
     settings: LossSettings,
-) -> TokenBatch:
-    return TokenBatch(
-        log_ratio=log_probs - old_log_probs,
-        log_probs=log_probs,
-        advantages=advantages,
-        loss_mask=inputs.loss_mask,
-        documents=inputs.token_documents,
-        token_counts=sums.counts,
-        cu_seqlens=inputs.cu_seqlens,
-        sums=JointSums(
-            settings.cp_group,
-            inputs.num_documents,
-            log_probs.device,
-            is_checked(settings.cp_group, settings.check_ranks),
-        ),
-        cp_layout=settings.cp_layout,
-    )
-
-
-def _batch_values(
-    loss: PolicyLoss,
-    batch: TokenBatch,
-    value_weights: Tensor,  # [T]
-    inputs: LossInputs,
-    vectors: dict[str, Tensor],  # [T] the further inputs that the loss declares
-    settings: LossSettings,
-) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative includes the weights, [N] tokens with non-finite results
-    """The values of a loss of level "batch". Communication: its sums over samples, and as settings.agreement."""
+) -> tuple[LossValues, Tensor]:  # [T] each, [N] tokens with non-finite results
+    """Of a token-level loss that reads its sample's mean log-ratio. Communication: as settings.agreement."""
+    vectors = further_inputs(loss, inputs, log_probs.dtype)
+    vectors["mean_log_ratio"] = spread(sums.means["log_ratio"], inputs.token_documents)
+    log_ratio = log_probs - old_log_probs
     with settings.agreement():
-        has_weights = inputs.importance_weights is not None
-        tokens, is_weighted = evaluate_batch(
-            loss, batch, value_weights, settings.keywords, vectors, has_importance_weights=has_weights
-        )
-        is_bad = nonfinite_values(tokens, batch.loss_mask)
+        tokens = evaluate(loss, log_ratio, advantages, log_probs, settings.keywords, vectors)
+        is_bad = nonfinite_values(tokens, inputs.loss_mask)
         if is_any(is_bad):
-            raise nonfinite_loss(loss, is_bad, batch.log_ratio, batch.advantages)
-    return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)
+            raise nonfinite_loss(loss, is_bad, log_ratio, advantages)
+    return tokens, document_sums(is_bad, inputs.cu_seqlens)
 
 
 def _weights(is_sequence: bool, inputs: LossInputs, sums: DocumentSums, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -354,7 +340,8 @@ def _sum_documents(
     if inputs.importance_weights is not None:
         per_token["importance"] = inputs.importance_weights
     if "log_ratio" in columns:
-        per_token["log_ratio"] = tensors["log_probs"] - tensors["old_log_probs"]
+        log_ratio = tensors["log_probs"] - tensors["old_log_probs"]
+        per_token["log_ratio"] = _clipped_log_ratio(loss, log_ratio, tensors["advantages"], settings)
     if "squared_advantages" in columns:
         per_token["squared_advantages"] = tensors["advantages"].double().square()
     stacked = torch.stack([torch.where(inputs.loss_mask, per_token[name], 0).double() for name in columns], dim=-1)
@@ -392,62 +379,7 @@ def evaluate(
         positional = [copies.pop(name) for name in given]
         return loss.function(*positional, **copies, **keywords)
 
-    values, _ = _checked(
-        loss, call, given=given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio, prefers_autograd=prefers_autograd
-    )
-    return values
-
-
-def evaluate_batch(
-    loss: PolicyLoss,
-    batch: TokenBatch,
-    value_weights: Tensor,  # [T] the factors of the values
-    keywords: Mapping[str, float],
-    vectors: Mapping[str, Tensor],  # [T]
-    *,
-    has_importance_weights: bool,
-) -> tuple[LossValues, bool]:  # [T] each; whether the derivative includes the weights
-    """Calls a loss of level "batch". Autograd differentiates the weighted sum over all cp ranks together.
-
-    With importance weights it does so even where the loss gives a derivative, unless its value has no graph: a value may depend on
-    tokens of other weights, and one factor a token cannot say that.
-
-    Call it inside a RankAgreement. Where another cp rank refused, the values are zeros. Raises DataError as `evaluate`.
-    Communication: the function's sums over samples, once in forward and at most once in backward; where ranks are checked
-    one more.
-    """
-    names = ("log_ratio", "log_probs", "advantages")
-    given = {name: getattr(batch, name) for name in names} | dict(vectors)
-    # Masked tokens may hold NaN, and NaN times 0 would reach the derivative of the sums.
-    given = {name: torch.where(batch.loss_mask, tensor, 0.0) for name, tensor in given.items()}
-
-    def call(copies: dict[str, Tensor]) -> object:
-        fields = {name: copies.pop(name) for name in names}
-        others = {name: getattr(batch, name).clone() for name in ("loss_mask", "documents", "token_counts", "cu_seqlens")}
-        whole = TokenBatch(**fields, **others, sums=batch.sums, cp_layout=batch.cp_layout)
-        return loss.function(whole, **copies, **keywords)
-
-    weights = torch.where(batch.loss_mask, value_weights, 0.0)
-    try:
-        result = _checked(
-            loss,
-            call,
-            given=given,
-            by=("log_ratio", "log_probs"),
-            like=batch.log_ratio,
-            weights=weights,
-            prefers_autograd=has_importance_weights,
-        )
-        batch.sums.end(is_refused=False)
-    except RefusedElsewhere:
-        zeros = torch.zeros_like(batch.log_ratio)
-        return LossValues(zeros, zeros, zeros.bool()), False
-    except OtherNumberOfSums as error:  # all ranks know it
-        raise DataError(f"policy loss {loss.name!r} {error}") from error
-    except Exception:
-        batch.sums.end(is_refused=True)
-        raise
-    return result
+    return _checked(loss, call, given=given | dict(vectors), like=log_ratio, prefers_autograd=prefers_autograd)
 
 
 def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool
@@ -459,44 +391,38 @@ def _checked(
     call: Callable[[dict[str, Tensor]], Any],
     *,
     given: Mapping[str, Tensor],
-    by: tuple[str, ...],
     like: Tensor,
-    weights: Tensor | None = None,
-    prefers_autograd: bool = False,
-) -> tuple[LossValues, bool]:
-    """The checked result of `call` on copies of `given`, and whether the derivative includes the weights.
+    prefers_autograd: bool,
+) -> LossValues:
+    """The checked result of `call` on copies of `given`.
 
-    The derivative is the sum of those by the names in `by`; autograd computes it where the loss gives none, and with
-    prefers_autograd wherever it can. Of an elementwise loss the derivative through log_ratio is 0 beyond its bound: autograd does
-    not go through it there, and one that the loss gives is 0 there, unless the loss takes log_probs and so has another derivative.
+    The derivative is the sum of those by log_ratio and log_probs; autograd computes it where the loss gives none, and with
+    prefers_autograd wherever it can. The derivative through log_ratio is 0 beyond its bound: autograd does not go through it
+    there, and one that the loss gives is 0 there, unless the loss takes log_probs and so has another derivative.
     """
     with torch.inference_mode(False), torch.enable_grad():
         # A tensor made in inference mode cannot be differentiated; a copy made outside can.
         leaves = {name: tensor.clone() if tensor.is_inference() else tensor.detach() for name, tensor in given.items()}
-        for name in by:
-            if name in leaves:
-                leaves[name] = leaves[name].requires_grad_()
+        trained = [name for name in ("log_ratio", "log_probs") if name in leaves]
+        leaves |= {name: leaves[name].requires_grad_() for name in trained}
         copies = {name: leaf.clone() for name, leaf in leaves.items()}
-        if loss.level != "batch":
-            log_ratio = leaves["log_ratio"]
-            is_beyond = log_ratio.detach().abs() > LOG_RATIO_BOUND  # false for NaN, which passes through
-            copies["log_ratio"] = torch.where(is_beyond, log_ratio.detach(), log_ratio)
-        kept = dict(copies)
+        log_ratio = leaves["log_ratio"]
+        is_beyond = log_ratio.detach().abs() > LOG_RATIO_BOUND  # false for NaN, which passes through
+        copies["log_ratio"] = torch.where(is_beyond, log_ratio.detach(), log_ratio)
+        inputs = dict(copies)
         returned = _returned(loss, call, copies)
-        for name, tensor in kept.items():
+        for name, tensor in inputs.items():
             if tensor._version:  # torch counts the writes into a tensor, and has no public name for the count
                 raise DataError(f"policy loss {loss.name!r} writes into {name}: it must leave its inputs as they are")
         result = returned if isinstance(returned, LossValue) else LossValue(returned)
         _check_shapes(loss, result, like)
         derivative = None if prefers_autograd and result.value.requires_grad else result.derivative
-        is_weighted = derivative is None and weights is not None
         if derivative is None:
-            derivative = _derivative(loss, result.value, weights, [leaves[name] for name in by if name in leaves], like)
-        elif loss.level != "batch" and not loss.takes_log_probs:
+            derivative = _derivative(loss, result.value, [leaves[name] for name in trained], like)
+        elif not loss.takes_log_probs:
             derivative = torch.where(is_beyond, 0.0, derivative)
     is_clipped = torch.zeros_like(like, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
-    values = LossValues(result.value.detach(), derivative.detach(), is_clipped)
-    return values, is_weighted
+    return LossValues(result.value.detach(), derivative.detach(), is_clipped)
 
 
 def _returned(loss: PolicyLoss, call: Callable[[dict[str, Tensor]], Any], copies: dict[str, Tensor]) -> Any:
@@ -508,12 +434,10 @@ def _returned(loss: PolicyLoss, call: Callable[[dict[str, Tensor]], Any], copies
         raise DataError(f"policy loss {loss.name!r} raised {type(error).__name__}({error}): raise a ValueError instead") from error
 
 
-def _derivative(loss: PolicyLoss, value: Tensor, weights: Tensor | None, leaves: list[Tensor], like: Tensor) -> Tensor:
+def _derivative(loss: PolicyLoss, value: Tensor, leaves: list[Tensor], like: Tensor) -> Tensor:
     if not value.requires_grad:
         return torch.zeros_like(like)
-    # Of a masked token the weight is 0, and so is what its value, which may be anything, gets as gradient.
-    total = value.sum() if weights is None else (weights * value).sum()
-    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
     found = [gradient for gradient in gradients if gradient is not None]
     if not found:
         raise DataError(

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics, TermScore
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.context_parallel import LAYOUTS
 from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
@@ -37,8 +36,6 @@ class LossKeywords(TypedDict, total=False):
     vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
     token_counts [N]: unmasked tokens of each sample over all cp ranks; they are checked. None: they are counted.
     tp_group, cp_group: None: the groups of megatron.core.parallel_state, else one rank.
-    cp_layout: the order of the context-parallel slices, "zigzag" (Megatron's) or "contiguous", for a loss with sums over later or
-        earlier tokens; None: not known.
     metrics: "none", "basic" or "with_entropy". Default "none".
     backend: "auto", "torch" or "triton". Default "auto".
     advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one token
@@ -66,7 +63,6 @@ class LossKeywords(TypedDict, total=False):
     token_counts: Tensor | None
     tp_group: Group | None
     cp_group: Group | None
-    cp_layout: str | None
     metrics: str
     backend: str
     advantages_per: str | None
@@ -175,7 +171,6 @@ class LossSettings:
     metrics: str
     tp_group: Group
     cp_group: Group
-    cp_layout: str | None
     backend: Backend  # resolved: TORCH or TRITON
     check_ranks: bool | None
     is_entropy_read: bool  # by the loss itself
@@ -227,8 +222,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         if score != TermScore.FULL:
             check_score(name, score, options["sampling_support"])
     is_kl_of_all = _is_kl_of_all(options, estimator if coefficients["kl_coefficient"] else None)
-    if options["cp_layout"] not in (*LAYOUTS, None):
-        raise ConfigError(f"cp_layout={options['cp_layout']!r} is not one of {', '.join(LAYOUTS)}, or None")
     if correction is not None:
         _check_correction(loss, correction, options["rollout_log_probs"])
     if coefficients["kl_coefficient"] and options["ref_log_probs"] is None:
@@ -252,7 +245,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         metrics=metrics,
         tp_group=tp_group,
         cp_group=cp_group,
-        cp_layout=options["cp_layout"],
         backend=backend,
         check_ranks=options["check_ranks"],
         is_entropy_read=loss.needs_entropy,

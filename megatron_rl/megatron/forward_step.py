@@ -185,7 +185,6 @@ class PolicyForwardStep:
             "token_counts": batch.token_counts,
             "tp_group": groups.tp,
             "cp_group": batch.cp_group,
-            "cp_layout": "zigzag",  # of make_packed_batch and make_padded_batch
             "metrics": config.policy_metrics,
             "backend": config.policy_loss_backend,
             "advantages_per": "sample",

@@ -11,15 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """What a policy loss returns: [T], one per token, at levels "token" and "batch"; [N], one per sample, at level "sequence".
+    """What a policy loss returns: [T], one per token, at level "token"; [N], one per sample, at level "sequence".
 
     value: is multiplied by the weights. Masked positions may hold anything.
-    derivative: d value / d log-probability of the token; at level "sequence" d value / d mean log-probability of the sample; at
-        level "batch" d (sum of the sample's values) / d log-probability of the token. log_ratio and log_probs both move with the
-        log-probability. `value` detaches each factor that is constant for the gradient, so autograd finds the same number: a check
-        at launch compares the two. At level "batch" it is ignored where importance weights are given, and autograd is used then.
-        None: autograd. Beyond a log-ratio of +-20 the derivative through log_ratio is 0: one that is given is set to 0 there, where
-        the function takes no log_probs; not at level "batch".
+    derivative: d value / d log-probability of the token; at level "sequence" d value / d mean log-probability of the sample.
+        log_ratio and log_probs both move with the log-probability. `value` detaches each factor that is constant for the gradient,
+        so autograd finds the same number: a check at launch compares the two. None: autograd. Beyond a log-ratio of +-20 the
+        derivative through log_ratio is 0: one that is given is set to 0 there, where the function takes no log_probs.
     is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
     """
 

@@ -110,14 +110,17 @@ def cispo(tokens: Tokens) -> Result:
     return -weight * tokens.advantages * tokens.log_probs, (weight != ratio) & (tokens.advantages != 0)
 
 
+def clipped_log_ratio(log_ratio: Tensor, a: Tensor, settings: DenseSettings) -> Tensor:
+    low, high = math.log(1 - settings.low), math.log(1 + settings.high)
+    above, below = (a > 0) & (log_ratio > high), (a < 0) & (log_ratio < low)
+    return torch.where(above, high, torch.where(below, low, log_ratio))
+
+
 def gmpo(tokens: Tokens) -> Result:
     """arXiv:2507.20673: tokens are clipped in log space, each on the side where its advantage pushes; then the geometric mean."""
-    a, log_ratio = tokens.advantages, tokens.log_ratio
-    above = (a > 0) & (log_ratio > math.log(1 + tokens.settings.high))
-    below = (a < 0) & (log_ratio < math.log(1 - tokens.settings.low))
-    kept = torch.where(above, math.log(1 + tokens.settings.high), torch.where(below, math.log(1 - tokens.settings.low), log_ratio))
-    mean = tokens.mean(kept)
-    return -bounded_exp(mean) * a, (above | below | (mean.abs() > BOUND)) & (a != 0)
+    clipped = clipped_log_ratio(tokens.log_ratio, tokens.advantages, tokens.settings)
+    mean, is_clipped = tokens.mean(clipped), clipped != tokens.log_ratio
+    return -bounded_exp(mean) * tokens.advantages, (is_clipped | (mean.abs() > BOUND)) & (tokens.advantages != 0)
 
 
 def sapo(tokens: Tokens) -> Result:
@@ -179,18 +182,6 @@ def vespo(tokens: Tokens) -> Result:
     return value, torch.zeros_like(value, dtype=torch.bool)
 
 
-def fipo(tokens: Tokens) -> Result:
-    """arXiv:2603.19835, section 3: the advantage is weighed by what the policy does to the tokens from here on."""
-    limit, gamma = tokens.number("fipo_ratio_limit"), 0.5 ** (1 / tokens.number("fipo_half_life"))
-    shifts = tokens.log_ratio.detach().clamp(-BOUND, BOUND)
-    taken = torch.where(shifts.exp() > limit, 0.0, shifts)
-    futures = [sum(gamma ** (k - t) * taken[k] for k in range(t, len(taken))) for t in range(len(taken))]
-    weights = torch.stack(futures).exp().clamp(1 - tokens.number("fipo_weight_low"), 1 + tokens.number("fipo_weight_high"))
-    weights = torch.where((tokens.advantages < 0) & (shifts.exp() > limit), weights.clamp(max=1.0), weights)
-    settings = replace(tokens.settings, parameters={"clip_ratio_c": limit})
-    return clipped_surrogate(replace(tokens, advantages=weights * tokens.advantages, settings=settings), tokens.log_ratio)
-
-
 LOSSES: dict[str, Callable[[Tokens], Result]] = {
     "grpo": grpo,
     "gspo": gspo,
@@ -204,12 +195,14 @@ LOSSES: dict[str, Callable[[Tokens], Result]] = {
     "reinforce": reinforce,
     "topr": topr,
     "vespo": vespo,
-    "fipo": fipo,
 }
 # The ratio of these papers is to the policy that sampled.
 OF_THE_SAMPLER = {"dppo_tv", "dppo_kl"}
-# These have one ratio a sample.
-ONE_RATIO_A_SAMPLE = {"gspo", "vespo"}
+# These have one ratio a sample, of the mean of these log-ratios of its tokens.
+ONE_RATIO_A_SAMPLE: dict[str, Callable[[Tensor, Tensor, DenseSettings], Tensor]] = {
+    **dict.fromkeys(("gspo", "vespo"), lambda log_ratio, advantages, settings: log_ratio),
+    "gmpo": clipped_log_ratio,
+}
 
 
 class Counts(NamedTuple):

@@ -5,7 +5,7 @@ The layouts and the fused head rely on what such a function declares, and no oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,11 +17,8 @@ from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig
 from megatron_rl.corrections import correct
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import SINGLE
-from megatron_rl.layout.packing import document_sums
-from megatron_rl.loss_hub import AGGREGATIONS, PolicyLoss, get_policy_loss, is_built_in
-from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
-from megatron_rl.losses.token_batch import JointSums, TokenBatch
+from megatron_rl.loss_hub import AGGREGATIONS, get_policy_loss, is_built_in
+from megatron_rl.losses.reduce_torch import evaluate
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS
@@ -59,7 +56,6 @@ def trial(
     vectors: Sequence[Tensor],  # [NUM_PROBES] each
     *,
     element: str = "token",
-    documents: Tensor | None = None,  # [NUM_PROBES] the sample of each token, where only whole samples are elementwise
     derivative_of_value: Callable[..., Tensor] | None = None,  # what autograd makes of the value
     idle: Tensor | None = None,  # [NUM_PROBES] bool: where the results are declared 0
 ) -> Iterator[str]:
@@ -73,7 +69,7 @@ def trial(
             is_random = any(map(_num_apart, whole, function(*(vector.clone() for vector in vectors))))
             is_changed = any(
                 _num_apart(alone, joint[places]) > FEW
-                for places in _halves(vectors, documents)
+                for places in _halves(vectors)
                 for alone, joint in zip(function(*(vector[places] for vector in vectors)), whole, strict=True)
             )
             wanted = None if derivative_of_value is None else derivative_of_value(*vectors)
@@ -122,14 +118,11 @@ def loss_problems(config: PolicyLossConfig) -> Iterator[str]:
         return
     if clip is not None:
         keywords |= {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    probes, is_of_batches = _probes(), loss.level == "batch"
-    names = ("log_ratio", "advantages", "log_probs", *loss.needs, *("documents", "is_live") * is_of_batches)
+    probes, names = _probes(), ("log_ratio", "advantages", "log_probs", *loss.needs)
 
     def at(*given: Tensor, prefers_autograd: bool = False) -> Results:
         inputs = dict(zip(names, given, strict=True))
         further = {name: inputs[name] for name in loss.needs}
-        if is_of_batches:
-            return _of_batch(loss, keywords, inputs, further, prefers_autograd)
         log_ratio, advantages, log_probs = given[:3]
         found = evaluate(loss, log_ratio, advantages, log_probs, keywords, further, prefers_autograd=prefers_autograd)
         return found.value, found.derivative
@@ -140,30 +133,13 @@ def loss_problems(config: PolicyLossConfig) -> Iterator[str]:
         at,
         [probes[name] for name in names],
         element="token" if loss.level == "token" else "sample",
-        documents=probes["documents"] if is_of_batches else None,
         derivative_of_value=lambda *given: at(*given, prefers_autograd=True)[1],
         idle=probes["advantages"] == 0 if loss.zero_advantage_has_no_gradient else None,
     )
-
-
-def _of_batch(
-    loss: PolicyLoss,
-    keywords: Mapping[str, float],
-    inputs: Mapping[str, Tensor],  # [T] each, by the names of the probes
-    further: Mapping[str, Tensor],
-    prefers_autograd: bool,
-) -> Results:
-    """Of whole samples on one rank. Masked tokens have no part."""
-    live = inputs["is_live"]
-    _, documents, lengths = inputs["documents"].unique(return_inverse=True, return_counts=True)
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    sums = JointSums(SINGLE, lengths.numel(), live.device, is_checked=False)
-    counts = document_sums(live.double(), cu_seqlens)
-    log_ratio, log_probs, advantages = (inputs[name] for name in ("log_ratio", "log_probs", "advantages"))
-    batch = TokenBatch(log_ratio, log_probs, advantages, live, documents, counts, cu_seqlens, sums)
-    ones = torch.ones_like(log_ratio)
-    found, _ = evaluate_batch(loss, batch, ones, keywords, further, has_importance_weights=prefers_autograd)
-    return torch.where(live, found.value, 0.0), torch.where(live, found.derivative, 0.0)
+    clip_tokens = loss.token_clip
+    if clip_tokens is not None:
+        vectors = (probes["log_ratio"], probes["advantages"])
+        yield from trial(f"token_clip of {loss.name}", lambda *given: (clip_tokens(*given, **keywords),), vectors)
 
 
 def aggregation_problems(record: AggregationRecord, divisor: float | None) -> Iterator[str]:
@@ -264,23 +240,18 @@ def _probes() -> dict[str, Tensor]:  # [NUM_PROBES] each, float32
         "entropy": 1e-3 + 11 * drawn[7],  # from a sure token to an even choice
         "token_counts": (2.0 ** (places.float() % 32 / 2.5)).round(),
         "places": places,
-        "documents": torch.repeat_interleave(torch.arange(1, 92))[:NUM_PROBES],  # of 1, 2, ... tokens
-        "is_live": places % 5 != 4,
+        "mean_log_ratio": log_ratio.flip(0),
     }
 
 
-def _halves(vectors: Sequence[Tensor], documents: Tensor | None) -> Iterator[Tensor]:
-    """The places of the smaller half of each vector's values, then of its larger half; of whole samples by their means.
+def _halves(vectors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The places of the smaller half of each vector's values, then of its larger half.
 
     The sum, the mean and the count of a vector are others in each half. Its largest value is in one half alone, and so is its
     smallest one.
     """
     for vector in vectors:
-        if documents is None:
-            yield from vector.argsort(stable=True).chunk(2)
-        else:
-            means = torch.bincount(documents, vector.double()) / torch.bincount(documents)
-            yield from (torch.isin(documents, samples).nonzero()[:, 0] for samples in means.argsort(stable=True).chunk(2))
+        yield from vector.argsort(stable=True).chunk(2)
 
 
 def _num_apart(values: Tensor, others: Tensor, rtol: float = _SAME, atol: float = _SMALLEST) -> int:
