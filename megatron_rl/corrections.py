@@ -11,14 +11,15 @@ weights are made from stay as they are. Exponents are bounded to +-20.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import CorrectionLevel
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.packing import spread
+from megatron_rl.layout.groups import Group, all_reduce_sum
+from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.ops.ratios import bounded_exp
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CorrectionValue, get_correction
@@ -35,43 +36,29 @@ class Correction:
     is_low: Tensor  # [T] bool: w is below the lower bound
     is_high: Tensor  # [T] bool: w is above the upper bound
 
+    def of(self, tokens: slice | Tensor) -> Correction:
+        """Of these tokens of the micro-batch."""
+        return Correction(*(getattr(self, field.name)[tokens] for field in fields(self)))
 
-def correction_columns(
+
+def sums_of_samples(
     settings: CorrectionSettings,
+    *,
     log_probs: Tensor,  # [T]
     old_log_probs: Tensor,  # [T]
     rollout_log_probs: Tensor,  # [T]
-) -> dict[str, Tensor]:  # [T] each
-    """What is summed over the tokens of a sample. Its caller sums them, and over cp, together with sums of its own."""
-    columns = {"old_to_rollout": old_log_probs - rollout_log_probs, "rollout_to_trained": rollout_log_probs - log_probs}
-    return {name: columns[name] for name in settings.columns}
-
-
-def token_weights_of(settings: CorrectionSettings, old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:  # [T]
-    """The factor of each token that needs no sum: that of level token, or the one that a correction of samples gives its tokens
-    besides; ones where there is none."""
-    weigh_tokens = get_correction(settings.kind).weigh_tokens
-    if settings.is_of_sequence and weigh_tokens is not None:
-        ratios = bounded_exp(old_log_probs - rollout_log_probs)
-        return _checked_weights(settings, weigh_tokens(ratios), ratios)
-    if settings.is_of_sequence or not settings.has_factor:
-        return torch.ones_like(old_log_probs)
-    weights, _ = _bounded(settings, bounded_exp(old_log_probs - rollout_log_probs))
-    return weights
-
-
-def sample_weights_of(
-    settings: CorrectionSettings,
-    sums: dict[str, Tensor],  # [N] each, over all cp ranks; with "counts"
-    advantages: Tensor,  # [N]
-) -> Tensor:  # [N] float64
-    """The factor that all tokens of a sample share, and a sequence-level loss has for its sample."""
-    factor = torch.ones_like(sums["counts"])
+    loss_mask: Tensor,  # [T] bool, False on padding
+    cu_seqlens: Tensor,  # [N + 1]
+    cp_group: Group,
+) -> dict[str, Tensor]:  # [N] float64 each
+    """What a correction sums over the tokens of a sample, and "counts". Communication: one all-reduce of [N, k <= 3] over cp."""
+    columns = {"counts": loss_mask}
     if settings.is_of_sequence:
-        factor, _ = _bounded(settings, _sample_ratios(settings, sums))
+        columns["old_to_rollout"] = old_log_probs - rollout_log_probs
     if settings.sequence_delta is not None:
-        factor = torch.where((advantages < 0) & _has_diverged(settings.sequence_delta, sums), 0.0, factor)
-    return factor
+        columns["rollout_to_trained"] = rollout_log_probs - log_probs
+    stacked = torch.stack([torch.where(loss_mask, column, 0).double() for column in columns.values()], dim=-1)
+    return dict(zip(columns, all_reduce_sum(document_sums(stacked, cu_seqlens), cp_group).unbind(-1), strict=True))
 
 
 def correct(
@@ -80,7 +67,7 @@ def correct(
     old_log_probs: Tensor,  # [T]
     rollout_log_probs: Tensor,  # [T]
     advantages: Tensor,  # [T]
-    sums: dict[str, Tensor],  # [N] each, over all cp ranks: correction_columns and "counts"; not read unless needs_sums
+    sums: dict[str, Tensor],  # sums_of_samples; not read unless settings.needs_sums
     loss_mask: Tensor,  # [T] bool
     documents: Tensor,  # [T] int64, N on padding
 ) -> Correction:
@@ -91,8 +78,10 @@ def correct(
         of_samples = _sample_ratios(settings, sums)
         parts = (of_samples, *_bounded(settings, of_samples))
         ratios, weights, is_kept = (spread(part, documents) for part in parts)
-        if get_correction(settings.kind).weigh_tokens is not None:
-            weights = weights * token_weights_of(settings, old_log_probs, rollout_log_probs)
+        weigh_tokens = get_correction(settings.kind).weigh_tokens
+        if weigh_tokens is not None:
+            of_tokens = bounded_exp(old_log_probs - rollout_log_probs)
+            weights = weights * _checked_weights(settings, weigh_tokens(of_tokens), of_tokens)
     elif settings.has_factor:
         ratios = bounded_exp(old_log_probs - rollout_log_probs)
         weights, is_kept = _bounded(settings, ratios)
@@ -104,21 +93,6 @@ def correct(
     weights, ratios = torch.where(is_kept, weights, 0.0).to(dtype), torch.where(loss_mask, ratios, 1.0).to(dtype)
     low, high = settings.bounds
     return Correction(weights, ratios, is_kept, is_off_policy, is_low=ratios < low, is_high=ratios > high)
-
-
-def factors_after_sums(
-    settings: CorrectionSettings,
-    correction: Correction,
-    sums: dict[str, Tensor],  # [N] each, as `correct` got them
-    documents: Tensor,  # [T] int64, N on padding
-) -> Tensor:  # [T]
-    """What the sums add to token_weights_of: the product of both is `correction.weights`."""
-    if not settings.is_of_sequence:
-        return correction.is_kept.to(correction.weights.dtype)
-    if get_correction(settings.kind).weigh_tokens is None:
-        return correction.weights
-    of_samples, _ = _bounded(settings, _sample_ratios(settings, sums))
-    return torch.where(correction.is_kept, spread(of_samples, documents), 0.0).to(correction.weights.dtype)
 
 
 def _sample_ratios(settings: CorrectionSettings, sums: dict[str, Tensor]) -> Tensor:  # [N] float64

@@ -22,7 +22,7 @@ from helpers import (
 from linear_cases import head_batch, on_device, run
 from loss_backends import KERNEL, LOSSES, over_backends
 
-from megatron_rl.corrections import sample_weights_of
+from megatron_rl.corrections import correct
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import importance_correction, linear_policy_loss, policy_loss
@@ -161,7 +161,15 @@ def test_a_kind_or_level_without_a_formula_raises(change, message):
     settings = CorrectionSettings(**{"kind": "icepop", "level": "sequence_mean", "low": 0.5, "high": 2.0} | change)
     ones = torch.ones(2, dtype=torch.float64)
     with pytest.raises(ConfigError, match=message):
-        sample_weights_of(settings, {"counts": ones, "old_to_rollout": 0.1 * ones}, ones)
+        correct(
+            settings,
+            old_log_probs=ones,
+            rollout_log_probs=0.9 * ones,
+            advantages=ones,
+            sums={"counts": ones, "old_to_rollout": 0.1 * ones},
+            loss_mask=ones.bool(),
+            documents=torch.arange(2),
+        )
 
 
 def test_masked_tokens_may_hold_anything():

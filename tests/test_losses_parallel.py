@@ -100,7 +100,7 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
     }
 
 
-# Two criteria of a sample and none of a token: their sums travel with the loss's own.
+# Two criteria of a sample and none of a token.
 CORRECTION = CorrectionSettings(kind="icepop", level="sequence_mean", low=0.9, high=1.1, sequence_delta=0.0)
 # A loss of each path through the reduction.
 OF_EACH_PATH = ("cispo", "gspo", "gspo_token", "gmpo")
@@ -166,17 +166,18 @@ def by_layout(shared):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
-    """FB-27: one all-reduce of [N, k], k <= 4 (with the sums of a correction 6), over cp; one all-gather over tp if tp > 1; none in
-    any backward."""
+    """FB-27: one all-reduce of [N, k <= 4] over cp, before it one of [N, 3] for the sums of a correction; one all-gather over tp if
+    tp > 1; none in any backward."""
     for of_rank in by_layout[layout]:
         for (_, name, which), result in of_rank["results"].items():
             assert result["backward"] == []
             gathers = [("all_gather", (len(result["positions"]), 3 if which == "plain" else 4), "tp")]
             reductions = [call for call in result["forward"] if call[0] == "all_reduce"]
             assert [call for call in result["forward"] if call[0] != "all_reduce"] == gathers * ("tp" in layout)
-            ((_, shape, group),) = reductions
-            most = (6,) if which.startswith("corrected") else (4,)
-            assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= most, shape
+            *of_correction, (_, shape, group) = reductions
+            num_documents = len(CASES[name].lengths)
+            assert of_correction == [("all_reduce", (num_documents, 3), "cp")] * (which == "corrected")
+            assert group == "cp" and shape[0] == num_documents and shape[1:] <= (4,), shape
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,6 +14,7 @@ from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.compared import compare_inputs
+from megatron_rl.losses.corrected_inputs import correct_before_rows
 from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import (
@@ -152,6 +153,8 @@ def policy_loss(
         agreement.add("loss_scale", "a tensor" if isinstance(announced, Tensor) else announced)
         agreement.add("whether loss_scale is assumed", announced is not loss_scale)
     inputs = with_token_counts(loss, inputs, cp_group)
+    if inputs.correction is not None:
+        inputs = correct_before_rows(inputs, log_probs_dtype(logits), cp_group)
     with_entropy = settings.needs_entropy
     if support is None and loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.losses.one_read_triton import plan_one_read, read_once
@@ -159,7 +162,7 @@ def policy_loss(
         configuration = plan_one_read(loss, logits, inputs, settings, is_assumed=announced is None)
         if configuration is not None:
             made_with = loss_scale.assume(logits.device) if isinstance(loss_scale, AssumedScale) else loss_scale
-            log_probs, entropy, gradient, inputs = read_once(
+            log_probs, entropy, gradient = read_once(
                 loss, logits, labels, inputs, settings, shard, configuration, made_with=made_with, inplace=inplace
             )
             result = reducer_of(loss, settings)(loss, log_probs, entropy if with_entropy else None, inputs, settings)

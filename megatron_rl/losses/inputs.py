@@ -311,7 +311,6 @@ class DocumentSums:
 
     num_nonfinite: Tensor
     counts: Tensor
-    correction_sums: dict[str, Tensor]  # by the names of corrections.correction_columns
     means: dict[str, Tensor]  # mean_columns in the dtype of log_probs
     importance: Tensor | None
     advantages: Tensor | None  # one per document, from [T] input
@@ -327,7 +326,7 @@ def sum_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
             columns.append("importance")
         if inputs.advantages_per == "token":
             columns += ["advantages", "squared_advantages"]
-    return tuple(columns) if inputs.correction is None else (*columns, *inputs.correction.columns)
+    return tuple(columns)
 
 
 def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
@@ -367,11 +366,9 @@ def read_sums(
     if inputs.token_counts is not None:
         is_miscounted = inputs.token_counts != counts
         num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
-    names_of_correction = () if inputs.correction is None else inputs.correction.columns
     return DocumentSums(
         num_nonfinite=num_nonfinite,
         counts=counts,
-        correction_sums={name: column[name] for name in names_of_correction},
         means={name: mean_of_documents(column[name], counts, dtype) for name in mean_columns(loss)},
         importance=column.get("importance"),
         advantages=mean_advantages,

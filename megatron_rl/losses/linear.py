@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
-from megatron_rl.corrections import Correction, token_weights_of
+from megatron_rl.corrections import Correction, correct
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement
 from megatron_rl.layout.packing import document_ids, spread
@@ -23,7 +23,7 @@ from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, output_of, reducer_of
 from megatron_rl.losses.bad_data import nonfinite_loss
 from megatron_rl.losses.compared import compare_inputs
-from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows
+from megatron_rl.losses.corrected_inputs import correct_before_rows
 from megatron_rl.losses.host_copies import ScheduleCopies, check_document_lengths, document_sizes, read_host_copies
 from megatron_rl.losses.inputs import (
     LossInputs,
@@ -183,10 +183,12 @@ def linear_policy_loss(
             compare_inputs(agreement, loss, inputs, settings)
         _compare_plans(agreement, hidden, weight, copies, options)
     inputs = with_token_counts(loss, inputs, cp_group)
+    if inputs.correction is not None:
+        inputs = correct_before_rows(inputs, log_probs_dtype(like_logits), cp_group)
     log_kept_mass = None
     with torch.no_grad():
         if support is None:
-            plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(like_logits))
+            plan = _plan(loss, inputs, settings, copies, capacity, options)
             longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
             head = make_head(hidden, weight, labels, head_options, longest)
             result = _run(head, plan, settings, hidden, ready)
@@ -262,15 +264,9 @@ def _plan(
     copies: ScheduleCopies,
     capacity: int,
     options: LinearLossKeywords,
-    log_probs_type: torch.dtype,
 ) -> _Plan:
-    """The rows that take part, and their chunks.
-
-    Communication: as document_sizes; in plan row-by-row none, or for a correction by samples one all-reduce of [N, k] over cp.
-    """
+    """The rows that take part, and their chunks. Communication: as document_sizes; in plan row-by-row none."""
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
-    if not loss.reads_means and inputs.correction is not None and can_correct_before_rows(inputs):
-        inputs = correct_before_rows(inputs, log_probs_type, settings.cp_group)
     rows, has_no_gradient = _rows_that_take_part(loss, inputs, settings, copies, options)
     waits_for_sums = inputs.correction is not None and inputs.correction.needs_sums
     if not (loss.reads_means or waits_for_sums) or are_coefficients_known_on_policy(loss, inputs):
@@ -393,7 +389,7 @@ class DocumentCoefficients:
     def _correction(self) -> Correction | None:
         """The corrections of all items, put back in the order of the tokens."""
         if self.inputs.correction is None:
-            return None
+            return self.inputs.applied_correction
         inputs, like = self.inputs, self.head.log_probs
         whole = Correction(
             weights=torch.zeros_like(like),
@@ -472,7 +468,17 @@ class TokenCoefficients:
         if inputs.importance_weights is not None:
             weights = weights * inputs.importance_weights[rows].to(self.dtype)
         if inputs.correction is not None:
-            weights = weights * token_weights_of(inputs.correction, old, given(inputs.rollout_log_probs)[rows].to(self.dtype))
+            # Of tokens: a criterion of samples is in no plan row-by-row.
+            correction = correct(
+                inputs.correction,
+                old_log_probs=old,
+                rollout_log_probs=given(inputs.rollout_log_probs)[rows].to(self.dtype),
+                advantages=advantages,
+                sums={},
+                loss_mask=inputs.loss_mask[rows],
+                documents=documents,
+            )
+            weights = weights * correction.weights
         return weights * values.derivative
 
     def _old_log_probs(self, rows: slice | Tensor, log_probs: Tensor) -> Tensor:  # [rows]
@@ -535,5 +541,6 @@ def bin_inputs(
         ref_log_probs=of(inputs.ref_log_probs, tokens),
         rollout_log_probs=of(inputs.rollout_log_probs, tokens),
         regularizer_weights=of(inputs.regularizer_weights, numbers),
+        applied_correction=None if inputs.applied_correction is None else inputs.applied_correction.of(tokens),
         document_numbers=documents,
     ), tokens

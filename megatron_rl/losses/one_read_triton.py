@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows, correct_tokens
 from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_policy, further_inputs
 from megatron_rl.losses.reduce_triton import reduce_loss_triton
 from megatron_rl.losses.settings import LossSettings
@@ -44,8 +43,7 @@ def plan_one_read(
 
     - the softmax needs another rank's statistics (tp above 1);
     - the loss reads the entropy;
-    - a coefficient needs other rows: a sequence-level loss off-policy, a correction by samples that reads the policy in training,
-      or a correction by tokens on-policy, whose weights are made from the log-probabilities;
+    - a coefficient needs other rows: a sequence-level loss off-policy, or a correction that reads the policy in training;
     - it is known before the rows, but with one more reduction over cp (cp above 1);
     - columns are not adjacent, or there is nothing to read;
     - the factor is assumed and the gradient is float16: a wrong guess would leave zeros or infinities, which no factor mends;
@@ -55,7 +53,8 @@ def plan_one_read(
         return None
     if is_assumed and logits.dtype == torch.float16:
         return None
-    if not (is_coefficient_known_in_row(loss, inputs) or (settings.cp_group.size() == 1 and is_known_before_rows(loss, inputs))):
+    is_known_before = settings.cp_group.size() == 1 and are_coefficients_known_on_policy(loss, inputs)
+    if not (is_coefficient_known_in_row(loss, inputs) or is_known_before):
         return None
     return one_read_configuration(logits.shape[0], logits.shape[1] * logits.itemsize, logits.device)
 
@@ -63,16 +62,7 @@ def plan_one_read(
 def is_coefficient_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:
     """Whether the coefficient of a row needs nothing but its log-probability and its own inputs. A loss that reads the entropy
     gets it from the kernels of rows."""
-    correction = inputs.correction
-    has_weights = correction is None or (not correction.needs_sums and inputs.old_log_probs is not None)
-    return loss.level == "token" and has_weights and not loss.needs_entropy
-
-
-def is_known_before_rows(loss: PolicyLoss, inputs: LossInputs) -> bool:
-    """Whether the coefficients, or the weights that they need, can be computed before any log-probability."""
-    return are_coefficients_known_on_policy(loss, inputs) or (
-        loss.level == "token" and not loss.needs_entropy and can_correct_before_rows(inputs)
-    )
+    return loss.level == "token" and inputs.correction is None and not loss.needs_entropy
 
 
 @triton.jit
@@ -229,8 +219,8 @@ def read_once(
     *,
     made_with: Tensor | float | Assumption,
     inplace: bool,
-) -> tuple[Tensor, Tensor, Tensor, LossInputs]:  # log_probs [T], entropy [T], gradient [T, V], the inputs for the reduction
-    """One launch. In place the gradient is in the logits' memory. The inputs have a correction that was computed before.
+) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [T], entropy [T], gradient [T, V]
+    """One launch. In place the gradient is in the logits' memory.
 
     The policy term's coefficients that are known before the rows come from reduce_loss_triton: three launches more.
     """
@@ -239,10 +229,7 @@ def read_once(
         log_probs, entropies = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
         if are_coefficients_known_on_policy(loss, inputs):
             policy_coefficients = reduce_loss_triton(loss, log_probs.zero_(), None, inputs, settings.policy_alone()).coefficients
-        elif not is_coefficient_known_in_row(loss, inputs):
-            inputs = correct_before_rows(inputs, log_probs.dtype, settings.cp_group)
-        corrected = inputs if inputs.correction is None else correct_tokens(inputs, log_probs)
-        equation = equation_of(loss, corrected, settings)
+        equation = equation_of(loss, inputs, settings)
         gradient = logits.detach() if inplace else gradient_like(logits)
         rows, out = flat_rows(logits), flat_rows(gradient)
         has_regularizer = settings.kl_coefficient != 0 or settings.entropy_coefficient != 0
@@ -254,11 +241,11 @@ def read_once(
             LABELS=labels.contiguous(),
             LOSS_MASK=inputs.loss_mask.contiguous().view(torch.uint8),
             POLICY_COEFFICIENTS=policy_coefficients,
-            OLD_LOG_PROBS=_contiguous(corrected.old_log_probs),
-            ADVANTAGES=corrected.advantages.contiguous(),
-            IMPORTANCE_WEIGHTS=_contiguous(corrected.importance_weights),
-            REF_LOG_PROBS=_contiguous(corrected.ref_log_probs) if settings.kl_coefficient else None,
-            VECTORS=tuple(vector.contiguous() for vector in further_inputs(loss, corrected, torch.float32).values()) or None,
+            OLD_LOG_PROBS=_contiguous(inputs.old_log_probs),
+            ADVANTAGES=inputs.advantages.contiguous(),
+            IMPORTANCE_WEIGHTS=_contiguous(inputs.importance_weights),
+            REF_LOG_PROBS=_contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
+            VECTORS=tuple(vector.contiguous() for vector in further_inputs(loss, inputs, torch.float32).values()) or None,
             CU_SEQLENS=inputs.cu_seqlens.contiguous(),
             TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
             REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
@@ -298,7 +285,7 @@ def read_once(
         )
     # Autograd does not see the write of a kernel. Its version counter protects logits that another backward still needs.
     torch.autograd.graph.increment_version(gradient)
-    return log_probs, entropies, gradient, inputs
+    return log_probs, entropies, gradient
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

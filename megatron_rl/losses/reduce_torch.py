@@ -20,7 +20,7 @@ from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import LossValue, PolicyLoss
 from megatron_rl.losses.bad_data import bad_data, nonfinite_loss
-from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
+from megatron_rl.losses.corrected_inputs import corrected, correction_metric_sums
 from megatron_rl.losses.inputs import (
     DocumentSums,
     LossInputs,
@@ -78,12 +78,11 @@ def reduce_loss_torch(
     share the value, so the sample's weight becomes W_i = w_i sum_t m_t u_t, and each token's coefficient (W_i / m_i) derivative_i,
     without u_t.
 
-    A correction multiplies u_t; the KL and entropy terms have no such factor.
+    A correction is a factor of u_t; the KL and entropy terms have no such factor.
 
     Communication: one all-reduce over cp of [N, k]; none at cp size 1. k = 2 (non-finite, count), and the loss's means.
     Level "sequence" adds one column for importance weights, and two for [T] advantages, which must be equal inside a sample over
-    all cp ranks. A correction adds a column for each criterion of the sample. Where ranks are checked, one all-gather of 4 KiB
-    over tp and cp.
+    all cp ranks. Before it the one of `corrected`. Where ranks are checked, one all-gather of 4 KiB over tp and cp.
     Raises, on the CPU, after the all-reduce and so on all tp and cp ranks: DataError for non-finite unmasked tokens and for
     advantages that vary inside a sample. On CUDA num_nonfinite counts them, without a synchronisation.
     """
@@ -91,7 +90,7 @@ def reduce_loss_torch(
     if loss.needs_entropy:
         inputs = replace(inputs, entropy=given(entropy))
     if inputs.correction is not None:
-        inputs = correct_tokens(inputs, log_probs)
+        inputs = corrected(inputs, log_probs, settings.cp_group)
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
     vectors = further_inputs(loss, inputs, dtype)
@@ -114,9 +113,6 @@ def reduce_loss_torch(
     sums = read_sums(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
     if has_bad_data(sums):
         raise bad_data(loss, sums, log_probs, inputs, settings.kl_coefficient, results)
-    correction = inputs.applied_correction
-    if inputs.correction is not None:
-        inputs, sums, correction = correct_samples(inputs, sums, log_probs)
     advantages, token_advantages = _advantages(loss, inputs, sums, token_advantages)
     value_weights, coefficient_weights = _weights(is_sequence, inputs, sums, dtype)
     num_nonfinite = sums.num_nonfinite
@@ -148,8 +144,10 @@ def reduce_loss_torch(
             sums=sums,
             settings=settings,
         )
-        if correction is not None:
-            metric_sums = replace(metric_sums, correction=correction_metric_sums(correction, token_advantages, inputs, sums.counts))
+        if inputs.applied_correction is not None:
+            metric_sums = replace(
+                metric_sums, correction=correction_metric_sums(inputs.applied_correction, token_advantages, inputs, sums.counts)
+            )
         if inputs.sampling_support is not None:
             metric_sums = with_support_sums(metric_sums, log_probs, inputs, sums.counts)
     return LossResult(
@@ -161,7 +159,7 @@ def reduce_loss_torch(
         entropy_coefficients=entropy_coefficients,
         num_nonfinite=num_nonfinite.to(torch.int32),
         metric_sums=metric_sums,
-        correction=correction,
+        correction=inputs.applied_correction,
     )
 
 
@@ -334,8 +332,6 @@ def _sum_documents(
 ) -> Tensor:  # [N, k] float64
     """Sums sum_columns over each document into one [N, k] tensor. Communication: one all-reduce of it over cp."""
     per_token = {**tensors, "num_nonfinite": ~are_finite(tensors), "counts": inputs.loss_mask}
-    if inputs.correction is not None:
-        per_token |= columns_of_correction(inputs, tensors["log_probs"])
     columns = sum_columns(loss, inputs)
     if inputs.importance_weights is not None:
         per_token["importance"] = inputs.importance_weights

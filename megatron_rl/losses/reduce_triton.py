@@ -24,7 +24,7 @@ from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.bad_data import bad_data, nonfinite_loss
-from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
+from megatron_rl.losses.corrected_inputs import corrected, correction_metric_sums
 from megatron_rl.losses.inputs import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
@@ -358,14 +358,11 @@ def reduce_loss_triton(
     if loss.needs_entropy:
         inputs = replace(inputs, entropy=given(entropy))
     if inputs.correction is not None:
-        inputs = correct_tokens(inputs, log_probs)
+        inputs = corrected(inputs, log_probs, settings.cp_group)
     documents = _documents(loss, log_probs, inputs, settings)
     # Triton launches on the current device, not on its arguments' device.
     with torch.cuda.device_of(log_probs):
         sums = _document_sums(documents, inputs, block)
-        if inputs.correction is not None:
-            for name, vector in columns_of_correction(inputs, log_probs).items():
-                sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, vector, 0.0), inputs.cu_seqlens)
         if loss.level == "sequence":
             for name, vector in further_inputs(loss, inputs, log_probs.dtype).items():
                 sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, vector, 0.0), inputs.cu_seqlens)
@@ -373,12 +370,6 @@ def reduce_loss_triton(
         if not sums.is_cuda:
             if has_bad_data(read := read_sums(loss, sums, inputs, log_probs.dtype)):
                 raise bad_data(loss, read, log_probs, inputs, settings.kl_coefficient)
-        correction = inputs.applied_correction
-        if inputs.correction is not None:
-            inputs, corrected_sums, correction = correct_samples(inputs, read_sums(loss, sums, inputs, log_probs.dtype), log_probs)
-            documents = replace(documents, importance_weights=_contiguous(inputs.importance_weights))
-            if corrected_sums.importance is not None:
-                sums[:, documents.column("importance")] = corrected_sums.importance
         if loss.level == "sequence" and loss.needs:
             vectors = vectors_of_samples(loss, read_sums(loss, sums, inputs, log_probs.dtype), log_probs.dtype)
             documents = replace(documents, vectors=tuple(vector.contiguous() for vector in vectors.values()))
@@ -394,9 +385,11 @@ def reduce_loss_triton(
         metric_sums = None
         if settings.metrics != PolicyMetrics.NONE:
             metric_sums = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
-            if correction is not None:
+            if inputs.applied_correction is not None:
                 advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
-                of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, documents.column("counts")])
+                of_correction = correction_metric_sums(
+                    inputs.applied_correction, advantages, inputs, sums[:, documents.column("counts")]
+                )
                 metric_sums = replace(metric_sums, correction=of_correction)
             if inputs.sampling_support is not None:
                 metric_sums = with_support_sums(metric_sums, log_probs, inputs, sums[:, documents.column("counts")])
@@ -409,7 +402,7 @@ def reduce_loss_triton(
         entropy_coefficients=entropy_coefficients,
         num_nonfinite=num_nonfinite,
         metric_sums=metric_sums,
-        correction=correction,
+        correction=inputs.applied_correction,
     )
 
 

@@ -73,15 +73,6 @@ class CorrectionSettings:
         return self.has_factor and self.level != CorrectionLevel.TOKEN
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The sums over a sample that are needed. They depend only on settings, so they are the same on every rank."""
-        needed = {
-            "old_to_rollout": self.is_of_sequence,
-            "rollout_to_trained": self.sequence_delta is not None,
-        }
-        return tuple(name for name, is_needed in needed.items() if is_needed)
-
-    @property
     def bounds(self) -> tuple[float, float]:
         """(low, high) of w. Call it where `problems` finds none."""
         low, high = get_correction(self.kind).published_bounds.get(self.level, (0.0, math.inf))
