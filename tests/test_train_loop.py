@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from conftest import ROOT
 from helpers import pool_of
-from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike_metrics
+from trainer_cases import CP, PP, TIMING_METRICS, TP, metrics_of, run_loop, tiny_trainer, unlike_metrics
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
@@ -20,7 +20,7 @@ from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.metrics.further import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
 from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
-from megatron_rl.train.loop import SKIPPED_STEPS, TIMING_METRICS
+from megatron_rl.train.loop import SKIPPED_STEPS
 from megatron_rl.train.options import PRESETS, TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import load_rollouts, record_of

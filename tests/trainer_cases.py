@@ -14,15 +14,17 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, global_parameter_name
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.train.loop import TIMING_METRICS, TrainingRun
+from megatron_rl.train.loop import TrainingRun
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import cut_rollouts
 from megatron_rl.train.session import restore, rollouts_of
 from megatron_rl.train.tasks import make_task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
-from megatron_rl.train.writers import METRICS_FILE, read_metrics
+from megatron_rl.train.writers import METRICS_FILE, TOKENS_PER_SECOND, read_metrics
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+# Equal runs differ in these metrics alone.
+TIMING_METRICS = ("seconds", TOKENS_PER_SECOND)
 VPP = "virtual_pipeline_model_parallel_size"
 # An odd number: at tp 2 and 4 the vocabulary is padded.
 VOCABULARY = 11

@@ -1,7 +1,7 @@
 """Samples responses with the training model, on any TP, SP, CP, PP and DP layout.
 
 A new token is one row of each layer, with a cache of keys and values. It is a forward of the whole sequence where a recorder of
-routes needs that, and where `can_cache` is False: layers of Transformer Engine, no rotary positions. Each forward runs the training
+routes needs that, and where layers are Transformer Engine's. Each forward runs the training
 schedule. No state is kept between calls. With top-p a token is drawn from the ids that it keeps of its row.
 """
 

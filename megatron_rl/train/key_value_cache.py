@@ -18,13 +18,9 @@ from megatron_rl.megatron.model import find_gpt_model, model_config_of
 
 
 def can_cache(model: nn.Module) -> bool:
-    """Whether the model has rotary positions and PackedAttention in each layer, without windows and sinks; Transformer Engine's
-    layers keep no cache here."""
-    gpt, config = find_gpt_model(model), model_config_of(model)
-    if gpt.position_embedding_type != "rope" or config.multi_latent_attention or config.apply_rope_fusion:
-        return False
-    cores = [layer.self_attention.core_attention for layer in gpt.decoder.layers]
-    return all(isinstance(core, PackedAttention) and core.window is None and core.softmax_offset is None for core in cores)
+    """Whether each layer has PackedAttention; Transformer Engine's layers keep no cache here."""
+    layers = find_gpt_model(model).decoder.layers
+    return all(isinstance(layer.self_attention.core_attention, PackedAttention) for layer in layers)
 
 
 def cache_bytes(model: nn.Module, capacity: int) -> int:

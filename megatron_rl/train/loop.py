@@ -60,9 +60,6 @@ from megatron_rl.train.writers import (
 
 logger = logging.getLogger(__name__)
 
-# Equal runs differ in these metrics alone.
-TIMING_METRICS = ("seconds", TOKENS_PER_SECOND)
-
 
 @dataclass
 class Progress:

@@ -193,7 +193,6 @@ RULES = (
     check_numbers,
     check_effects,
     check_corrections,
-    check_corrections,
     check_kept_ids,
     check_one_step,
     check_rollout_files,

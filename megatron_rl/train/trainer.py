@@ -28,7 +28,6 @@ from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.routing import RouteChecker, RouteRecorder, forget_recomputations, replay_problems
 from megatron_rl.megatron.samples import (
     PolicySample,
-    RouteShape,
     UnweightedSample,
     count_routed_tokens,
     unweighted,
@@ -124,11 +123,6 @@ class PolicyTrainer:
         # Before the optimiser is in the model's config: Megatron copies the config for experts, and process groups have no copy.
         self._reference = self._build().requires_grad_(False) if config.kl_coefficient else None
         self._model_config.grad_scale_func = self.optimizer.scale_loss
-
-    @property
-    def route_shape(self) -> RouteShape | None:
-        """That of each sample's routes; None for a dense model."""
-        return RouteShape.of(self._model_config) if self._model_config.num_moe_experts else None
 
     def route_recorder(self) -> RouteRecorder:
         return RouteRecorder(self.model, self.groups)
@@ -235,7 +229,7 @@ class PolicyTrainer:
         check_finite(reports)
         learning_rate = self._set_learning_rate(policy_version)
         _, grad_norm, _ = self.optimizer.step()
-        has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
+        has_routes = bool(self._model_config.num_moe_experts) and self.config.policy_metrics != PolicyMetrics.NONE
         metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
         return metrics | (checker.metrics(self.groups) if has_routes else {})
 
