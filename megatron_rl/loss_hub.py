@@ -80,7 +80,6 @@ class PolicyLoss:
     function: Callable[..., Any]
     clip_ratios: tuple[float, float] | None
     triton: str | None
-    zero_advantage_has_no_gradient: bool
     needs: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     takes_log_probs: bool
@@ -212,7 +211,6 @@ def register_policy_loss(
     *,
     clip_ratios: tuple[float, float] | None = None,
     triton: str | None = None,
-    zero_advantage_has_no_gradient: bool = False,
     needs: tuple[str, ...] = (),
     parameters: tuple[Parameter, ...] = (),
     anchor: Anchor = "old",
@@ -234,8 +232,6 @@ def register_policy_loss(
         on float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high. If the loss declares `needs` or `parameters`,
         the twin has seven arguments: vectors and parameters are tuples in the declared order, None where nothing is declared.
         None: the loss is computed in torch on the logits' device.
-    zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0, so the fused head may leave out the row. Refused
-        with "mean_log_ratio", in which the row counts.
     needs: further vectors by keyword, constants for the gradient; [T], and at level "sequence" [N]:
         "rollout_log_probs", "ref_log_probs": as the caller passes them, at level "sequence" their means. A call without is refused.
         "token_counts": m_i, the unmasked tokens of the sample over all cp ranks.
@@ -261,10 +257,10 @@ def register_policy_loss(
     for need in needs:
         if need not in FURTHER_INPUTS:
             raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
-    if "mean_log_ratio" in needs and (level == "sequence" or triton is not None or zero_advantage_has_no_gradient):
+    if "mean_log_ratio" in needs and (level == "sequence" or triton is not None):
         raise ConfigError(
             f'policy loss {name!r}: "mean_log_ratio" is for level "token" (at "sequence" log_ratio is the mean), without triton, '
-            "whose kernels have no mean of tokens, and without zero_advantage_has_no_gradient: each row counts in the mean"
+            "whose kernels have no mean of tokens"
         )
     if token_clip is not None and (level == "token" or triton is not None):
         raise ConfigError(f'policy loss {name!r}: token_clip is for level "sequence" without triton; leave it out')
@@ -285,7 +281,7 @@ def register_policy_loss(
                 "and write bounded_exp(log_ratio)"
             )
         loss = PolicyLoss(
-            *(name, level, function, clip_ratios, triton, zero_advantage_has_no_gradient, needs, parameters, takes_log_probs),
+            *(name, level, function, clip_ratios, triton, needs, parameters, takes_log_probs),
             anchor=anchor,
             token_clip=token_clip,
         )

@@ -129,7 +129,6 @@ DOORS = [
     Door("hidden", "torch", FLOAT64, "one chunk"),
     Door("hidden", "torch", FLOAT64, "sequence parallel"),
     Door("hidden", "torch", FLOAT32, "announced factor"),
-    Door("hidden", "torch", FLOAT64, "no log-probs"),
     Door("hidden", "triton", FLOAT32, "small chunks"),
     Door("hidden", "triton", FLOAT32, "one chunk"),
     Door("log_probs", "torch", FLOAT64),

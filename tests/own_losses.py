@@ -60,11 +60,6 @@ def detached(log_ratio, advantages):
     return -bounded_exp(log_ratio.detach()) * advantages
 
 
-def squared(log_ratio, advantages):
-    """Wrong with zero_advantage_has_no_gradient."""
-    return log_ratio.square() - log_ratio * advantages
-
-
 def centred(log_ratio, advantages):
     """Wrong at level "token": a mean over what is together."""
     return -(bounded_exp(log_ratio) - log_ratio.mean().square()) * advantages
@@ -111,7 +106,6 @@ def declare() -> None:
         register_policy_loss(f"own_unbounded_{level}", level, triton="own_losses_triton.unbounded")(unbounded)
     register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
     register_policy_loss("own_detached")(detached)
-    register_policy_loss("own_squared", zero_advantage_has_no_gradient=True)(squared)
     register_policy_loss("own_centred")(centred)
     register_policy_loss("own_gmpo", "sequence", clip_ratios=(0.4, 0.4), token_clip=bounded_log_ratio)(gmpo)
     register_policy_loss("own_centred_on_the_sample", needs=("mean_log_ratio",))(centred_on_the_sample)
@@ -123,7 +117,6 @@ def declare() -> None:
             Parameter("ratio_cap", default=1.1, minimum=1.0, help="The largest weight of a token."),
             SCALE,
         ),
-        zero_advantage_has_no_gradient=True,
     )(truncated)
     register_kl_estimator("own_jeffreys")(jeffreys)
     register_kl_estimator("own_negated")(negated)

@@ -355,17 +355,15 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
         weight,
         *batch.arguments(),
         **head,
-        return_log_probs=door.option != "no log-probs",
         document_lengths=[len(step.samples[i].labels) for i in batch.samples] if case.number % 2 else None,
         **options,
     )
-    if output.log_probs is not None:
-        shared = {name: options[name] for name in ("temperature", "vocab_size", "tp_group", "backend")} | head
-        shared["sampling_support"] = options.get("sampling_support")
-        with torch.no_grad():
-            mask = batch.padded(batch.is_live, False)
-            alone = linear_log_probs(hidden, weight, batch.arguments()[0], loss_mask=mask, **shared)
-        torch.testing.assert_close(alone, output.log_probs, rtol=0, atol=TOLERANCES[door.dtype].log_probs)
+    shared = {name: options[name] for name in ("temperature", "vocab_size", "tp_group", "backend")} | head
+    shared["sampling_support"] = options.get("sampling_support")
+    with torch.no_grad():
+        mask = batch.padded(batch.is_live, False)
+        alone = linear_log_probs(hidden, weight, batch.arguments()[0], loss_mask=mask, **shared)
+    torch.testing.assert_close(alone, output.log_probs, rtol=0, atol=TOLERANCES[door.dtype].log_probs)
     return output, {"hidden": hidden, "weight": weight}
 
 
@@ -469,8 +467,7 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
     for name, want in wanted.items():
         assert_near(sum(answer.parts[name] for answer in of_first_tp), want, tolerance.loss, name, scale)
     assert all(set(answer.parts) == set(wanted) for answer in of_first_tp), "what is off is None"
-    if case.door.option != "no log-probs":
-        assert_near(sum(answer.log_probs for answer in of_first_tp), truth.log_probs, tolerance.log_probs, "log_probs", 1.0)
+    assert_near(sum(answer.log_probs for answer in of_first_tp), truth.log_probs, tolerance.log_probs, "log_probs", 1.0)
     gradients = {"logits": truth.gradient, "hidden": truth.gradient @ step.weight, "weight": truth.gradient.T @ step.hidden}
     names = ("hidden", "weight") if case.door.head == "hidden" else ("logits",)
     for name in names:

@@ -232,20 +232,19 @@ def test_each_document_is_in_one_bin_and_bins_are_full(sizes, capacity):
 
 
 @pytest.mark.parametrize(
-    ("counts", "bins", "terms", "idle", "plans"),
+    ("counts", "bins", "terms", "plans"),
     [
-        pytest.param((3, 2), [(0, 1)], False, (), "in-chunk", id="two documents in one chunk"),
-        pytest.param((12, 2), [(0,), (1,)], False, (), "scale-last in-chunk", id="a long one"),
-        pytest.param((12, 2), [(0,), (1,)], True, (), "two-pass in-chunk", id="a long one with terms"),
-        pytest.param((12, 2), [(0,), (1,)], False, (0,), "two-pass in-chunk", id="a long one of advantage 0 stops early"),
-        pytest.param((4, 3), [(0, 1)], False, (), "two-pass", id="a bin that holds more here than on other cp ranks"),
-        pytest.param((0, 2), [(0,), (1,)], False, (), "in-chunk in-chunk", id="FB-25 a bin that is empty here is an item"),
-        pytest.param((), [()], False, (), "in-chunk", id="no document"),
+        pytest.param((3, 2), [(0, 1)], False, "in-chunk", id="two documents in one chunk"),
+        pytest.param((12, 2), [(0,), (1,)], False, "scale-last in-chunk", id="a long one"),
+        pytest.param((12, 2), [(0,), (1,)], True, "two-pass in-chunk", id="a long one with terms"),
+        pytest.param((4, 3), [(0, 1)], False, "two-pass", id="a bin that holds more here than on other cp ranks"),
+        pytest.param((0, 2), [(0,), (1,)], False, "in-chunk in-chunk", id="FB-25 a bin that is empty here is an item"),
+        pytest.param((), [()], False, "in-chunk", id="no document"),
     ],
 )
-def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, idle, plans):
-    rows, is_idle = list(torch.arange(sum(counts)).split(counts)), [number in idle for number in range(len(counts))]
-    items = schedule_documents(bins, rows, 5, has_row_terms=terms, is_idle=is_idle)
+def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, plans):
+    rows = list(torch.arange(sum(counts)).split(counts))
+    items = schedule_documents(bins, rows, 5, has_row_terms=terms)
     assert " ".join(item.plan for item in items) == plans
     assert [item.documents for item in items] == bins, "one item for each bin, in their order: every rank meets its reduction"
     assert sum(item.num_rows for item in items) == sum(counts)

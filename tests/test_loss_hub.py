@@ -164,7 +164,6 @@ REFUSED = [  # (message, call)
     ("needs='ref_log_probs' of policy loss 'x' must be a tuple of str", add_loss("x", needs="ref_log_probs")),
     ("'lambda' must be a Python identifier and no reserved word", lambda: Parameter("lambda", 3.0, "a reserved word")),
     ("without triton, whose kernels have no mean of tokens", add_loss("x", needs=("mean_log_ratio",), triton="m.twin")),
-    ("each row counts in the mean", add_loss("x", needs=("mean_log_ratio",), zero_advantage_has_no_gradient=True)),
     ('"at "sequence" log_ratio is the mean'[1:], add_loss("x", "sequence", needs=("mean_log_ratio",))),
     ('token_clip is for level "sequence" without triton', add_loss("x", token_clip=max)),
     ('token_clip is for level "sequence" without triton', add_loss("x", "sequence", triton="m.twin", token_clip=max)),

@@ -18,10 +18,8 @@ from sass_gate import TorchOperations
 
 import megatron_rl.losses.reduce_torch as reduce_module
 import megatron_rl.ops.log_probs_torch as reference_module
-from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss
-from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import NEUTRAL, PolicyStatistics, Reduction, TokenValues, policy_statistics
 from megatron_rl.metrics.step import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 from megatron_rl.ops.ratios import clipped_objective
@@ -204,14 +202,6 @@ def test_on_one_rank_the_reduction_is_free():
     assert calls == [] and torch.equal(reduced.values, local.values)
     assert "policy/entropy" not in report_pairs(local, 1), "nobody measured it"
     assert ParallelGroups().pp is SINGLE
-
-
-def test_rollout_metrics_without_the_log_probs_that_they_need_say_so():
-    """The fused head gives none with return_log_probs=False."""
-    rollout = {"rollout_log_probs": torch.zeros(2), "staleness": None, "counts_phantoms": False}
-    step = {"loss_mask": torch.ones(2).bool(), "cu_seqlens": torch.tensor([0, 2]), "token_counts": torch.tensor([2])}
-    with pytest.raises(DataError, match="need the policy's log_probs: call the loss with return_log_probs=True"):
-        rollout_statistics(log_probs=None, old_log_probs=None, **rollout, **step)
 
 
 # Of 17 rows, two of them without a value: 15 conversions to float64, what the rows compute, and one sum, maximum and minimum.

@@ -333,7 +333,6 @@ from megatron_rl import LossValue, bounded_exp, register_policy_loss
     level="token",
     clip_ratios=(1.0, 0.28),
     triton="my_cispo_triton.cispo",
-    zero_advantage_has_no_gradient=True,
 )
 def cispo(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high):
     ratio = bounded_exp(log_ratio)

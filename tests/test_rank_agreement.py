@@ -150,7 +150,6 @@ ONLY_CP = {
 }
 ONLY_LINEAR = {
     "max_logits_bytes": (changed(max_logits_bytes=10**6), "max_logits_bytes differs"),
-    "return_log_probs": (changed(return_log_probs=False), "return_log_probs differs"),
     "no gradient": (
         lambda given: given.update(hidden=given["hidden"].detach(), weight=given["weight"].detach()),
         "which gradients are needed",

@@ -71,7 +71,6 @@ REFUSED: dict[str, list[dict]] = {
     ],
     "own_functions_are_what_they_declare": [
         {"policy_loss": "own_losses.detached"},
-        {"policy_loss": "own_losses.squared"},
         {"policy_loss": "own_losses.centred"},
         {"kl_estimator": "own_losses.negated", "kl_coefficient": 0.1},
         {"importance_correction": "own_losses.normalised", **RATIO_BOUNDS},

@@ -141,7 +141,7 @@ def custom_loss(
             run.guard.record_nonfinite(output.num_nonfinite.sum())
         else:
             refuse_nonfinite(output.num_nonfinite)
-    old_log_probs = given(output.log_probs) if old_log_probs is None else old_log_probs
+    old_log_probs = output.log_probs if old_log_probs is None else old_log_probs
     entropy = _entropy(rows, output.entropy_per_token, mean_weights) if has_metric_of_entropy else output.entropy
     return output.loss, host_metrics(launch, rows, output, old_log_probs, mean_weights, entropy, cp_group)
 
@@ -285,7 +285,7 @@ def host_metrics(
     def mean(values: Tensor) -> Tensor:  # [T] -> 0-d
         return torch.where(batch.loss_mask, values.double() * weights, 0.0).sum()
 
-    log_probs = given(output.log_probs)
+    log_probs = output.log_probs
     is_basic = launch.config.policy_metrics != PolicyMetrics.NONE
     metrics = {"loss": output.loss.detach(), "pg_loss": output.policy_loss}
     metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if entropy is None else entropy

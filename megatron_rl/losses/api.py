@@ -43,14 +43,14 @@ from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
     """loss is 0-d and differentiable; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is None
-    at "none", log_probs is None with return_log_probs=False. entropy_per_token is there where the loss, a coefficient or a metric
+    at "none". entropy_per_token is there where the loss, a coefficient or a metric
     needs it, log_kept_mass where the scores of the whole vocabulary are computed beside those of kept ids."""
 
     loss: Tensor
     policy_loss: Tensor
     kl_loss: Tensor | None
     entropy: Tensor | None
-    log_probs: Tensor | None  # [T]
+    log_probs: Tensor  # [T]
     num_nonfinite: Tensor  # [N] int32
     metrics: PolicyStatistics | None
     correction: Correction | None = None  # None without a correction
@@ -61,7 +61,7 @@ class PolicyLossOutput:
 def output_of(
     result: LossResult,
     loss: Tensor,
-    log_probs: Tensor | None,
+    log_probs: Tensor,
     entropy_per_token: Tensor | None = None,
     log_kept_mass: Tensor | None = None,
 ) -> PolicyLossOutput:

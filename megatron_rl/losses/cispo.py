@@ -13,7 +13,6 @@ from megatron_rl.ops.ratios import bounded_exp
     level="token",
     clip_ratios=(1.0, 0.28),  # no lower bound, as published; the upper distance is from DAPO, arXiv:2503.14476
     triton="megatron_rl.losses.cispo_triton.cispo",
-    zero_advantage_has_no_gradient=True,
 )
 def cispo(
     log_ratio: Tensor,  # [T] log_probs_t - old_log_probs_t

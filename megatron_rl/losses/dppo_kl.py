@@ -16,7 +16,6 @@ SMALLEST_REST = 1e-8
     "dppo_kl",
     level="token",
     triton="megatron_rl.losses.divergence_triton.dppo_kl",
-    zero_advantage_has_no_gradient=True,
     parameters=divergence_parameters(0.05, "KL divergence"),
     anchor="rollout",
 )

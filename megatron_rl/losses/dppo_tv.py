@@ -13,7 +13,6 @@ from megatron_rl.losses.divergence import divergence_parameters, masked_reinforc
     "dppo_tv",
     level="token",
     triton="megatron_rl.losses.divergence_triton.dppo_tv",
-    zero_advantage_has_no_gradient=True,
     parameters=divergence_parameters(0.15, "total variation"),
     anchor="rollout",
 )

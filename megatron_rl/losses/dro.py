@@ -9,7 +9,7 @@ from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
 
 @register_policy_loss(
     "dro",
-    level="token",  # and no zero_advantage_has_no_gradient: the penalty stays
+    level="token",
     triton="megatron_rl.losses.dro_triton.dro",
     parameters=(
         Parameter(

@@ -29,7 +29,6 @@ def clipped_log_ratio(
     level="sequence",
     clip_ratios=(1 - math.exp(-0.4), math.exp(0.4) - 1),  # log-ratios between -0.4 and 0.4, as published
     token_clip=clipped_log_ratio,
-    zero_advantage_has_no_gradient=True,
 )
 def gmpo(
     log_ratio: Tensor,  # [N] the mean of clipped_log_ratio over the m_i unmasked tokens of sample i

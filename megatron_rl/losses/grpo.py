@@ -24,7 +24,6 @@ CLIP_RATIO_C = Parameter(
     level="token",
     clip_ratios=(0.2, 0.2),
     triton="megatron_rl.ops.ratios_triton.clipped_objective",
-    zero_advantage_has_no_gradient=True,
     parameters=(CLIP_RATIO_C,),
 )
 def grpo(

@@ -16,7 +16,6 @@ from megatron_rl.ops.ratios import clipped_objective
     level="sequence",
     clip_ratios=(3e-4, 4e-4),  # arXiv:2507.18071, section 5.1: the mean of a sample moves a thousand times less than one token
     triton="megatron_rl.ops.ratios_triton.clipped_objective",
-    zero_advantage_has_no_gradient=True,
     parameters=(CLIP_RATIO_C,),
 )
 def gspo(

@@ -14,7 +14,7 @@ from megatron_rl.ops.ratios import clipped_objective
 @register_policy_loss(
     "gspo_token",
     clip_ratios=(3e-4, 4e-4),  # as GSPO
-    needs=("mean_log_ratio",),  # so no zero_advantage_has_no_gradient: a token of advantage 0 is still part of its sample's mean
+    needs=("mean_log_ratio",),
     parameters=(CLIP_RATIO_C,),
 )
 def gspo_token(

@@ -1,4 +1,4 @@
-"""Reads on the host what decides the rows of a fused head: bounds of the documents, unmasked rows, rows of advantage 0."""
+"""Reads on the host what decides the rows of a fused head: bounds of the documents and unmasked rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class ScheduleCopies:
 
     bounds: list[int]  # N + 1
     loss_mask: Tensor  # [T] bool, False on padding
-    has_no_advantage: Tensor | None  # [T] bool: advantage 0, so no policy gradient; None: not read
 
     @property
     def num_documents(self) -> int:
@@ -35,26 +34,19 @@ def read_host_copies(
     loss_mask: Tensor,  # [T] as the caller gave it
     cu_seqlens: Tensor,  # [N + 1] as the caller gave it
     inputs: LossInputs,
-    advantages: Tensor,  # [N] or [T] as the caller gave it
 ) -> ScheduleCopies:
     """The host copies: without a synchronisation where loss_mask and cu_seqlens are on the CPU, else with one.
 
-    Advantages on the device are read only with that synchronisation. Raises DataError for wrong bounds from the device, which
-    prepare_inputs did not read.
+    Raises DataError for wrong bounds from the device, which prepare_inputs did not read.
     """
-    zeros: Tensor | None
     if loss_mask.is_cuda or cu_seqlens.is_cuda:
         # The tensors of `inputs` are checked and on the device; the mask is already False on padding.
-        bounds, mask, zeros = read_together(inputs.cu_seqlens, inputs.loss_mask, inputs.advantages == 0)
+        bounds, mask = read_together(inputs.cu_seqlens, inputs.loss_mask)
         check_cu_seqlens(bounds, mask.numel())
     else:
-        bounds, zeros = cu_seqlens, None if advantages.is_cuda else advantages == 0
+        bounds = cu_seqlens
         mask = loss_mask.bool() & (torch.arange(loss_mask.numel()) < cu_seqlens[-1])
-    ends = bounds.tolist()
-    if zeros is not None and inputs.advantages_per == "sample":
-        padding = torch.ones(mask.numel() - ends[-1], dtype=torch.bool)
-        zeros = torch.cat([zeros.repeat_interleave(torch.tensor(ends).diff()), padding])
-    return ScheduleCopies(ends, mask, zeros)
+    return ScheduleCopies(bounds.tolist(), mask)
 
 
 def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on one device -> the same on the CPU

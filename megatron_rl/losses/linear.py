@@ -13,7 +13,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction, correct
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement
@@ -116,8 +115,6 @@ def linear_policy_loss(
                 gradient of hidden NaN on CUDA. None: backward multiplies; it adds to main_grad, or returns the weight gradient in
                 weight's dtype. A forward pass without a backward must not have a loss_scale.
             sampling_support: sets on the CPU save one synchronisation.
-            return_log_probs: False: `.log_probs` is None. Without metrics, KL and entropy terms, rows of advantage 0 are then in
-                no matmul, and non-finite logits there are not found.
     Memory: besides max_logits_bytes the gradient of hidden; that of weight unless it is main_grad, in weight's dtype if one chunk
         makes it without sampling_support, else float32; for plan scale-last one more such buffer, unless the micro-batch is one
         long document and main_grad is not added to in forward; scratch of the torch row kernels, up to six times 4 MiB on the CPU
@@ -173,7 +170,7 @@ def linear_policy_loss(
         if inputs.sampling_support is not None:
             shard = vocab_shard(weight.shape[0], options["temperature"], options["vocab_size"], tp_group)
             check_support(inputs.sampling_support, labels, inputs.loss_mask, shard, inputs.cu_seqlens)
-        copies = read_host_copies(loss_mask, cu_seqlens, inputs, advantages)
+        copies = read_host_copies(loss_mask, cu_seqlens, inputs)
         check_document_lengths(document_lengths, copies, cp_group.size())
         capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
         needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -193,14 +190,13 @@ def linear_policy_loss(
             head = make_head(hidden, weight, labels, head_options, longest)
             result = _run(head, plan, settings, hidden, ready)
         else:
-            rows, _ = _rows_that_take_part(loss, inputs, settings, copies, options)
             sparse = make_support_head(
                 hidden,
                 weight,
                 labels,
                 head_options,
                 support,
-                rows,
+                copies.loss_mask.nonzero()[:, 0],
                 capacity=capacity,
                 max_bytes=max_logits_bytes,
                 reads_all=settings.is_kl_of_all,
@@ -209,7 +205,7 @@ def linear_policy_loss(
             log_kept_mass = None if sparse.full is None else sparse.full - head.log_probs
     with_gradient = result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready)
     of_tokens = head.entropy if settings.needs_entropy else None
-    return output_of(result, with_gradient, head.log_probs if options["return_log_probs"] else None, of_tokens, log_kept_mass)
+    return output_of(result, with_gradient, head.log_probs, of_tokens, log_kept_mass)
 
 
 def linear_grpo_loss(
@@ -267,7 +263,7 @@ def _plan(
 ) -> _Plan:
     """The rows that take part, and their chunks. Communication: as document_sizes; in plan row-by-row none."""
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
-    rows, has_no_gradient = _rows_that_take_part(loss, inputs, settings, copies, options)
+    rows = copies.loss_mask.nonzero()[:, 0]
     waits_for_sums = inputs.correction is not None and inputs.correction.needs_sums
     if not (loss.reads_means or waits_for_sums) or are_coefficients_known_on_policy(loss, inputs):
         return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_row_by_row=True)
@@ -280,23 +276,8 @@ def _plan(
         capacity,
         # Only at level "sequence" without a clip of tokens the tokens of a document share one coefficient.
         has_row_terms=has_row_terms or loss.level != "sequence" or loss.token_clip is not None,
-        is_idle=[has_no_gradient is not None and bool(has_no_gradient[rows].all()) for rows in rows_of_documents],
     )
     return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_row_by_row=False)
-
-
-def _rows_that_take_part(
-    loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, copies: ScheduleCopies, options: LinearLossKeywords
-) -> tuple[Tensor, Tensor | None]:  # ascending row numbers; [T] bool, rows known to have no gradient, or None
-    has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
-    has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
-    # A sum over a sample needs the log-probabilities of all its tokens.
-    if inputs.correction is not None and inputs.correction.needs_sums:
-        has_no_gradient = None
-    is_live = copies.loss_mask
-    if has_no_gradient is not None and not options["return_log_probs"] and settings.metrics == PolicyMetrics.NONE:
-        is_live = is_live & ~has_no_gradient
-    return is_live.nonzero()[:, 0], has_no_gradient
 
 
 def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, ready: ReadyGradient | None) -> LossResult:
@@ -327,10 +308,8 @@ def _compare_plans(
     lengths, loss_scale = options["document_lengths"], options["loss_scale"]
     gradients = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
     agreement.add("which gradients are needed (hidden, weight)", str(gradients))
-    agreement.add("whether advantages are read on the host", copies.has_no_advantage is not None)
     agreement.add("document_lengths", None if lengths is None else str(list(lengths)))
     agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
-    agreement.add("return_log_probs", bool(options["return_log_probs"]))
 
 
 def _ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float | None) -> ReadyGradient:

@@ -11,7 +11,6 @@ from megatron_rl.loss_hub import LossValue, register_policy_loss
     "reinforce",
     level="token",
     triton="megatron_rl.losses.reinforce_triton.reinforce",
-    zero_advantage_has_no_gradient=True,
 )
 def reinforce(
     log_ratio: Tensor,  # [T] not used

@@ -13,7 +13,6 @@ from megatron_rl.ops.ratios import bounded_exp
     "sapo",
     level="token",
     triton="megatron_rl.losses.sapo_triton.sapo",
-    zero_advantage_has_no_gradient=True,
     parameters=(
         Parameter(
             "sapo_temperature_positive",

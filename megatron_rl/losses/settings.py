@@ -105,7 +105,6 @@ class LinearLossKeywords(LossKeywords, total=False):
     fp32_logits: bool
     document_lengths: Sequence[int] | None
     loss_scale: Tensor | float | None
-    return_log_probs: bool
 
 
 Keywords = TypeVar("Keywords", bound=LossKeywords)
@@ -124,7 +123,6 @@ DEFAULTS: Mapping[str, object] = {
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
     "sequence_parallel": False,
     "fp32_logits": False,
-    "return_log_probs": True,
 }
 
 

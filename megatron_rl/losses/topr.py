@@ -16,7 +16,6 @@ LARGEST_RATIO_OF_ONE_POLICY = 1 + 1e-5
     "topr",
     level="token",
     triton="megatron_rl.losses.reinforce_triton.topr",
-    zero_advantage_has_no_gradient=True,
 )
 def topr(
     log_ratio: Tensor,  # [T] log_probs_t - old_log_probs_t

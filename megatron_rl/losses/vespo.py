@@ -13,7 +13,6 @@ from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
     "vespo",
     level="sequence",
     triton="megatron_rl.losses.vespo_triton.vespo",
-    zero_advantage_has_no_gradient=True,
     needs=("token_counts",),
     parameters=(
         Parameter(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import GradientDivisor, PolicyLossConfig, PolicyMetrics, Route, TermScore
+from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route, TermScore
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
@@ -166,7 +166,6 @@ class PolicyForwardStep:
             fp32_logits=self.config.fp32_lm_head,
             document_lengths=batch.host.document_lengths,
             loss_scale=loss_scale,
-            return_log_probs=_needs_log_probs(batch, self.config),
             **self._loss_options(batch, groups, batch.host.sampling_support),
         )
         return self._finish(output, batch, model_config, groups, added)
@@ -268,14 +267,6 @@ def _rollout_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> Tensor |
     if batch.rollout_log_probs is not None or batch.token_counts.numel():
         return batch.rollout_log_probs
     return torch.zeros(batch.labels.shape, device=batch.labels.device) if needs_rollout_log_probs(config) else None
-
-
-def _needs_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> bool:
-    """Whether a rollout statistic reads the policy's log-probabilities."""
-    if config.policy_metrics == PolicyMetrics.NONE:
-        return False
-    is_on_policy = batch.old_log_probs is None
-    return batch.rollout_log_probs is not None if is_on_policy else batch.context.counts_phantoms
 
 
 @torch.no_grad()

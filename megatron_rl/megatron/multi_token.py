@@ -131,7 +131,6 @@ def _of_layer(
         sequence_parallel=is_sequence_parallel,
         fp32_logits=config.fp32_lm_head,
         loss_scale=loss_scale,
-        return_log_probs=False,
         **options,
     )
 

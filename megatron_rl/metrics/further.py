@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.corrections import Correction
-from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.metrics.policy import NEUTRAL, Metric, Reduction, Weight, count, over_tokens, sample_mean, token_weights
 from megatron_rl.ops.ratios import k3_of_difference
@@ -153,7 +152,7 @@ PHANTOM_LOG_PROB = math.log(0.5)
 
 def rollout_statistics(
     *,
-    log_probs: Tensor | None,  # [T]; None only where nothing below needs them
+    log_probs: Tensor,  # [T]
     old_log_probs: Tensor | None,  # [T]; None: on-policy
     rollout_log_probs: Tensor | None,  # [T] from the sampling engine
     kept_mass: Tensor | None = None,  # [T] what its kept ids had of its softmax
@@ -167,26 +166,19 @@ def rollout_statistics(
 
     train_rollout_* compare two engines on the same weights, so the trainer's side is old_log_probs, or log_probs on-policy. A
     phantom is a placeholder that was never measured. Staleness is summed over the ranks that give it.
-    Raises DataError where a statistic needs log_probs and they are None.
     """
     difference = is_phantom = None
     of_token = spread(1.0 / token_counts.clamp(min=1).double(), document_ids(cu_seqlens, loss_mask.numel()))
     share = torch.where(loss_mask, of_token, 0.0)
     if rollout_log_probs is not None:
-        trained = _needed(log_probs) if old_log_probs is None else old_log_probs
+        trained = log_probs if old_log_probs is None else old_log_probs
         difference = trained.double() - rollout_log_probs.double()
     if counts_phantoms and old_log_probs is not None:
-        is_phantom = loss_mask & (old_log_probs == 0) & (_needed(log_probs) < PHANTOM_LOG_PROB)
+        is_phantom = loss_mask & (old_log_probs == 0) & (log_probs < PHANTOM_LOG_PROB)
     given = RolloutValues(difference, share, kept_mass, staleness, token_counts > 0, is_phantom, loss_mask)
     neutral = token_counts.new_zeros((), dtype=torch.float64)
     values = [(metric.value(given), NEUTRAL[metric.reduction]) for metric in ROLLOUT_METRICS]
     return torch.stack([neutral + none if value is None else value.double() for value, none in values])
-
-
-def _needed(log_probs: Tensor | None) -> Tensor:
-    if log_probs is None:
-        raise DataError("these rollout statistics need the policy's log_probs: call the loss with return_log_probs=True")
-    return log_probs
 
 
 def token_statistics(

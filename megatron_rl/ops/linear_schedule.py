@@ -109,19 +109,17 @@ def schedule_documents(
     capacity: int,
     *,
     has_row_terms: bool,
-    is_idle: Sequence[bool],  # N: the document's coefficients are known to be 0
 ) -> list[WorkItem]:
     """One item for each bin, in order, even if this rank has no row of it: every cp rank has one reduction a bin.
 
     A bin with more than `capacity` rows on this rank is cut into chunks, which changes no collective over cp.
-    has_row_terms: coefficients differ inside a document, so that scale-last is not possible. An idle document needs no gradient:
-    two-pass stops there after its first pass.
+    has_row_terms: coefficients differ inside a document, so that scale-last is not possible.
     """
     items = []
     for documents in bins:
         rows = torch.cat([rows_of_documents[document] for document in documents] or [torch.zeros(0, dtype=torch.int64)])
         chunks = cut(rows, capacity)
-        is_late = len(documents) == 1 and not has_row_terms and not is_idle[documents[0]]
+        is_late = len(documents) == 1 and not has_row_terms
         plan = Plan.IN_CHUNK if len(chunks) <= 1 else Plan.SCALE_LAST if is_late else Plan.TWO_PASS
         if plan == Plan.TWO_PASS:  # the logits of the last chunk are kept, so a full one saves the most recomputation
             chunks = (*cut(rows[:-capacity], capacity), rows[-capacity:])

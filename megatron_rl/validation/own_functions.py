@@ -57,7 +57,6 @@ def trial(
     *,
     element: str = "token",
     derivative_of_value: Callable[..., Tensor] | None = None,  # what autograd makes of the value
-    idle: Tensor | None = None,  # [NUM_PROBES] bool: where the results are declared 0
 ) -> Iterator[str]:
     """The first thing that is wrong with the function. Nothing for a random one but a result that is not finite: another result
     then shows nothing."""
@@ -99,11 +98,6 @@ def trial(
             "value what is constant for the gradient, or leave the derivative to autograd; beyond a log-ratio of "
             f"+-{LOG_RATIO_BOUND:g} a loss has none through it"
         )
-    elif idle is not None and any((result[idle].abs() > _NOISE).any() for result in whole):
-        yield (
-            f"{name} declares zero_advantage_has_no_gradient, and has a value or gradient at advantage 0, which the fused head "
-            "would leave out: remove the declaration"
-        )
 
 
 def loss_problems(config: PolicyLossConfig) -> Iterator[str]:
@@ -134,7 +128,6 @@ def loss_problems(config: PolicyLossConfig) -> Iterator[str]:
         [probes[name] for name in names],
         element="token" if loss.level == "token" else "sample",
         derivative_of_value=lambda *given: at(*given, prefers_autograd=True)[1],
-        idle=probes["advantages"] == 0 if loss.zero_advantage_has_no_gradient else None,
     )
     clip_tokens = loss.token_clip
     if clip_tokens is not None:
