@@ -106,7 +106,7 @@ class PolicyLoss:
     @property
     def clips_means(self) -> bool:
         """Whether the clip is for the ratio of a sample: at level "sequence", and where the default is as narrow as such a clip."""
-        if self.clip_ratios is None:
+        if self.clip_ratios is None or self.token_clip is not None:
             return False
         return self.level == "sequence" or max(self.clip_ratios) <= SEQUENCE_CLIP_RATIO_WARNING
 
@@ -274,6 +274,9 @@ def register_policy_loss(
         if len({*positional, *keywords}) < len(positional) + len(keywords):
             raise ConfigError(f"policy loss {name!r} declares a name twice among {', '.join((*positional, *keywords))}")
         check_signature("policy loss", name, function, positional, keywords, _DECLARE)
+        if token_clip is not None:
+            numbers = (*clips, *(parameter.name for parameter in parameters))
+            check_signature("token_clip of policy loss", name, token_clip, ("log_ratio", "advantages"), numbers)
         first = next(iter(inspect.signature(function).parameters))
         if first in ("ratio", "ratios", "rho"):
             raise ConfigError(

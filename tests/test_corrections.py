@@ -172,6 +172,19 @@ def test_a_kind_or_level_without_a_formula_raises(change, message):
         )
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("level", ["token", "sequence_mean"])
+def test_a_number_of_the_sampler_that_is_not_finite_is_told_alone(name, level):
+    """The weights of its sample are made from it, and nobody gave importance weights."""
+    batch = random_batch([3, 3], num_masked=(0, 0))
+    rollout = batch.old_log_probs.clone()
+    rollout[1] = math.nan
+    settings = CorrectionSettings(kind="tis", level=level, high=2.0)
+    message = r"document 0 of the micro-batch has 1 unmasked tokens with a value that is not finite, in rollout_log_probs;"
+    with pytest.raises(DataError, match=message):
+        policy_loss(name, batch.logits, *batch.arguments(), correction=settings, rollout_log_probs=rollout)
+
+
 def test_masked_tokens_may_hold_anything():
     mask = torch.tensor([True, False, True])
     old, rollout = torch.tensor([-1.0, math.nan, -2.0]), torch.tensor([-1.5, math.inf, -2.0])

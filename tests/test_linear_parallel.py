@@ -222,7 +222,10 @@ def test_collectives_are_those_that_are_promised(by_layout, layout):
             if is_free:
                 assert len(reductions) == (2 if run.on_policy else 1)
             else:
-                assert all(len(shape) == 2 for shape in reductions) and sum(shape[0] for shape in reductions) == len(LENGTHS)
+                of_bins = [shape for shape in reductions if len(shape) == 2]
+                assert sum(shape[0] for shape in of_bins) == len(LENGTHS)
+                of_results = [shape for shape in reductions if len(shape) == 1]  # after the means of a bin
+                assert of_results == ([shape[:1] for shape in of_bins] if run.kind == BY_TOKENS else [])
                 assert len(reductions) > 1 or run.rows == LARGE
         else:
             assert over_cp[0] == []

@@ -43,6 +43,7 @@ from megatron_rl.losses import policy_loss
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals, count_step
 from megatron_rl.testing import oracle
+from megatron_rl.validation.advice import clip_of_a_mean_clips
 
 # The default clips of published numbers; another loss need not be here.
 CLIPS = {
@@ -166,6 +167,7 @@ REFUSED = [  # (message, call)
     ("without triton, whose kernels have no mean of tokens", add_loss("x", needs=("mean_log_ratio",), triton="m.twin")),
     ('"at "sequence" log_ratio is the mean'[1:], add_loss("x", "sequence", needs=("mean_log_ratio",))),
     ('token_clip is for level "sequence" without triton', add_loss("x", token_clip=max)),
+    (r"token_clip of policy loss 'x' must accept \(log_ratio, advantages\)", add_loss("x", "sequence", token_clip=lambda x: x)),
     ('token_clip is for level "sequence" without triton', add_loss("x", "sequence", triton="m.twin", token_clip=max)),
     ("declares a name twice among log_ratio, advantages", add_loss("x", parameters=(Parameter("log_ratio", 1.0, "a taken name"),))),
     (r"cap=3.0 must be a finite number in \[-inf, 2\]", lambda: Parameter("cap", 3.0, "a cap", maximum=2.0)),
@@ -328,6 +330,11 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
     torch.testing.assert_close(gradient, leaf.grad, **EXACT)
     expected = by_loop(kind, step) if kind in oracle.LOSSES else with_gradient(lambda x: loop_of_a_user(kind, step, x), step.logits)
     assert_same((whole, leaf.grad), expected)
+
+
+@pytest.mark.parametrize("name", policy_loss_names())
+def test_a_loss_is_not_warned_of_its_own_clip(name):
+    assert list(clip_of_a_mean_clips(PolicyLossConfig(policy_loss=name))) == []
 
 
 def test_a_loss_of_a_users_own_without_bounds_may_clip():

@@ -433,6 +433,7 @@ def test_a_line_is_composed_by_nemo_rls_own_functions(script, monkeypatch):
     [
         ({}, {}, None),
         ({"megatron_rl": "gspo.token_mean"}, {}, "top_p=0.8 beside the policy loss gspo, whose ratio is of more than one token"),
+        ({"megatron_rl": "gspo_token.token_mean"}, {}, "top_p=0.8 beside the policy loss gspo_token, whose ratio is of more than"),
         ({"megatron_rl": "gspo.token_mean"}, {"top_p": 1.0}, None),
         ({"megatron_rl_importance_correction": "tis"}, {}, "top_p=0.8 beside importance_correction=tis"),
         ({"megatron_rl_kl_estimator": "unbiased"}, {}, "top_p=0.8 beside .*kl_estimator=unbiased"),

@@ -368,6 +368,27 @@ def test_what_a_loss_refuses_on_one_rank_is_raised_on_both(refusals, level, how,
         assert how == "raises" or f"{level} loss, {how}" in text
 
 
+@pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
+@pytest.mark.parametrize("result", ["raises", "wrong shape"])
+def test_a_clip_of_tokens_that_fails_on_one_rank_stops_both(ranks, entry, result):
+    """It comes before the reduction, in which the other rank would wait."""
+
+    def clip(log_ratio, advantages):
+        if dist.get_rank() == 1 and result == "raises":
+            raise KeyError("a key of the user's")
+        return log_ratio if dist.get_rank() == 0 else log_ratio[:1]
+
+    def step(rank: int):
+        register_policy_loss("clipping", "sequence", token_clip=clip)(lambda log_ratio, advantages: -advantages * log_ratio)
+        given = arguments("grpo_loss" if entry == "policy_loss" else "linear_grpo_loss", "cp")
+        return error_of(lambda: getattr(megatron_rl, entry)("clipping", **given))
+
+    for text in ranks.run(step):
+        assert re.search(
+            "a key of the user's" if result == "raises" else r"token_clip of policy loss 'clipping' must return \[T=", text
+        )
+
+
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[*KERNEL, pytest.mark.interpreter])])
 @pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
 def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry, backend):

@@ -62,7 +62,7 @@ def custom_loss(
     is no side effect: --recompute-loss-function runs it twice.
     With --fused-lm-head-loss there are no logits: the loss is computed from the hidden states that the model's output carries.
 
-    Communication: as losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k]) and of the metrics (cp one of
+    Communication: as losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k] or two) and of the metrics (cp one of
     [N, k <= 2]); --allgather-cp one more. Backward none. With a fused head as losses.linear_policy_loss.
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
@@ -276,8 +276,8 @@ def host_metrics(
 
     Keys and their order depend on the settings and on which lists the batch has, never on a mask. --policy-metrics none keeps
     the parts of the loss alone. Exponents are bounded to +-20, so that one token cannot make a mean infinite.
-    Communication: at cp size above 1 one all-reduce of [N, k <= 2] for what is not a sum over tokens (a sample's mean log-ratio,
-    miles' ess_ratio); none with --policy-metrics none.
+    Communication: at cp size above 1 one all-reduce of [N, k <= 2] for what is not a sum over tokens (miles' ess_ratio), and one
+    for a sample's mean log-ratio; none with --policy-metrics none.
     """
     documents = document_ids(batch.cu_seqlens, batch.labels.numel())
     weights = spread(mean_weights.double(), documents)

@@ -165,7 +165,7 @@ def corrections_of(at: Reader) -> dict[str, Given]:
 
 def sampler_of(at: Reader, loss: str, estimator: Given | None) -> Sampler:
     engine = at(f"{SAMPLING}backend", "vllm")
-    mixers = [] if get_policy_loss(loss).level == "token" else [f"the policy loss {loss}, whose ratio is of more than one token"]
+    mixers = [f"the policy loss {loss}, whose ratio is of more than one token"] if get_policy_loss(loss).reads_means else []
     if has_ratio(estimator):
         mixers.append(f"{estimator.name}={estimator.value}")
     return Sampler(

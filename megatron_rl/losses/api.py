@@ -115,9 +115,9 @@ def policy_loss(
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
         keywords: LogitsLossKeywords explains them.
-    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3 to 8]; cp one all-reduce of [N, k]; with
-        check_ranks one all-gather of 4 KiB over each; backward none. None of them at size 1. A loss that needs token_counts of its
-        tokens adds one of [N] where the caller gave none.
+    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3 to 8]; cp one all-reduce of [N, k], and before
+        it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none. None at size 1.
+        A loss that needs token_counts of its tokens adds one of [N] where the caller gave none, mean_log_ratio another.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """

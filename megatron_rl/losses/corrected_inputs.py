@@ -80,10 +80,14 @@ def corrected(inputs: LossInputs, log_probs: Tensor, cp_group: Group) -> LossInp
     """
     settings, dtype = inputs.correction, log_probs.dtype
     assert settings is not None
+    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
+    rollout_log_probs = given(inputs.rollout_log_probs).to(dtype)
+    # The loss tells of a token that is not finite; the weights of the others in its sample are not to be blamed.
+    is_finite = torch.isfinite(old_log_probs - rollout_log_probs) & torch.isfinite(log_probs)
     shared = {
-        "old_log_probs": log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype),
-        "rollout_log_probs": given(inputs.rollout_log_probs).to(dtype),
-        "loss_mask": inputs.loss_mask,
+        "old_log_probs": old_log_probs,
+        "rollout_log_probs": rollout_log_probs,
+        "loss_mask": inputs.loss_mask & is_finite,
     }
     sums = {}
     if settings.needs_sums:

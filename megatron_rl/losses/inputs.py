@@ -63,7 +63,7 @@ class LossInputs:
 
     @functools.cached_property
     def token_documents(self) -> Tensor:
-        """[T] int64, N on padding. Only the torch twin needs it."""
+        """[T] int64, N on padding."""
         return document_ids(self.cu_seqlens, self.loss_mask.numel())
 
 

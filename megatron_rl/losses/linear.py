@@ -1,7 +1,7 @@
 """Computes this rank's part of the step's loss from hidden states, without logits [T, V_tp]: the loss functions of the fused head.
 
 ops/linear_schedule.py decides which rows are in which matmul. This module reads what it needs on the host: bounds of the documents,
-unmasked rows, rows of advantage 0.
+unmasked rows.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def linear_policy_loss(
         and 256 MiB on CUDA.
     Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
         sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row and
-        with sampling_support: one of [N, k], on-policy at sequence level row-by-row two), and for bins one all-gather of [2, N]
+        with sampling_support: one of [N, k], on-policy at sequence level row-by-row two), one more for a correction of samples,
+        and for bins one all-gather of [2, N]
         unless document_lengths and token_counts are given. All cp ranks have the same bins. Backward none. None at size 1. With
         check_ranks as policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
@@ -178,7 +179,7 @@ def linear_policy_loss(
         compare_heads(agreement, hidden, weight, labels, inputs.loss_mask, head_options, max_logits_bytes)
         if agreement.is_active:
             compare_inputs(agreement, loss, inputs, settings)
-        _compare_plans(agreement, hidden, weight, copies, options)
+        _compare_plans(agreement, hidden, weight, options)
     inputs = with_token_counts(loss, inputs, cp_group)
     if inputs.correction is not None:
         inputs = correct_before_rows(inputs, log_probs_dtype(like_logits), cp_group)
@@ -301,9 +302,7 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
     return coefficients.finish()
 
 
-def _compare_plans(
-    agreement: Agreement, hidden: Tensor, weight: Tensor, copies: ScheduleCopies, options: LinearLossKeywords
-) -> None:
+def _compare_plans(agreement: Agreement, hidden: Tensor, weight: Tensor, options: LinearLossKeywords) -> None:
     """Adds the other values that decide which rows are in which chunk, and which collectives the gradient needs."""
     lengths, loss_scale = options["document_lengths"], options["loss_scale"]
     gradients = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
@@ -465,7 +464,7 @@ class TokenCoefficients:
         return log_probs if old_log_probs is None else old_log_probs[rows].to(self.dtype)
 
     def finish(self) -> LossResult:
-        """The result of the micro-batch. Raises an error that was kept. Communication: one all-reduce of [N, k] over cp."""
+        """The result of the micro-batch. Raises an error that was kept. Communication: as reduce_loss_torch."""
         with self.settings.agreement():
             if self.refusal is not None:
                 raise self.refusal

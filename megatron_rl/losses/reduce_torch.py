@@ -266,10 +266,14 @@ def _sequence_values(
 
 
 def _clipped_log_ratio(loss: PolicyLoss, log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:  # [T] each
-    """The log-ratios whose mean a sequence-level loss gets."""
+    """The log-ratios whose mean a sequence-level loss gets. Communication: as settings.agreement. Raises DataError for another
+    shape."""
     if loss.token_clip is None:
         return log_ratio
-    clipped: Tensor = loss.token_clip(log_ratio, advantages, **settings.keywords)
+    with settings.agreement():
+        clipped = loss.token_clip(log_ratio, advantages, **settings.keywords)
+        if not isinstance(clipped, Tensor) or clipped.shape != log_ratio.shape:
+            raise DataError(f"token_clip of policy loss {loss.name!r} must return [T={len(log_ratio)}], as its log_ratio")
     return clipped
 
 
@@ -282,7 +286,10 @@ def _values_by_means(
     sums: DocumentSums,
     settings: LossSettings,
 ) -> tuple[LossValues, Tensor]:  # [T] each, [N] tokens with non-finite results
-    """Of a token-level loss that reads its sample's mean log-ratio. Communication: as settings.agreement."""
+    """Of a token-level loss that reads its sample's mean log-ratio.
+
+    Communication: one all-reduce of [N] over cp, so that no rank alone has bad results; and as settings.agreement.
+    """
     vectors = further_inputs(loss, inputs, log_probs.dtype)
     vectors["mean_log_ratio"] = spread(sums.means["log_ratio"], inputs.token_documents)
     log_ratio = log_probs - old_log_probs
@@ -291,7 +298,7 @@ def _values_by_means(
         is_bad = nonfinite_values(tokens, inputs.loss_mask)
         if is_any(is_bad):
             raise nonfinite_loss(loss, is_bad, log_ratio, advantages)
-    return tokens, document_sums(is_bad, inputs.cu_seqlens)
+    return tokens, all_reduce_sum(document_sums(is_bad, inputs.cu_seqlens), settings.cp_group)
 
 
 def _weights(is_sequence: bool, inputs: LossInputs, sums: DocumentSums, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

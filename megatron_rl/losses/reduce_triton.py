@@ -1,4 +1,4 @@
-"""Computes loss and coefficients in Triton, with the same one all-reduce: the twin of reduce_torch.py.
+"""Computes loss and coefficients in Triton, with the same collectives: the twin of reduce_torch.py.
 
     document_sums           grid (N)      [T] -> sums [N, k] float64, which cp reduces once
     loss_and_coefficients   grid (N + 1)  sums, [T] -> coefficients [T], entropy_coefficients [T], terms [N, 3] float64

@@ -110,7 +110,7 @@ def schedule_documents(
     *,
     has_row_terms: bool,
 ) -> list[WorkItem]:
-    """One item for each bin, in order, even if this rank has no row of it: every cp rank has one reduction a bin.
+    """One item for each bin, in order, even if this rank has no row of it: every cp rank has the reductions of each bin.
 
     A bin with more than `capacity` rows on this rank is cut into chunks, which changes no collective over cp.
     has_row_terms: coefficients differ inside a document, so that scale-last is not possible.
