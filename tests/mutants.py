@@ -117,7 +117,7 @@ JUDGES = {
     "ops/backends.py": "one_read log_probs_triton",
     "validation/": "validation messages arguments flag_effects router_losses_said",
     "validation/own_functions.py": "contradictions term_contract own_aggregation",
-    "train/trainer.py": "train_schedule train_sampling | train_docs_per_step train_corrections train_loop checkpoints",
+    "train/trainer.py": "train_schedule train_sampling forward_step | train_docs_per_step train_corrections train_loop checkpoints",
     "train/collection.py": "train_sampling train_schedule | train_corrections train_loop train_docs_per_step expert_training",
     "train/rollouts.py": "rollouts | train_loop",
     "train/checkpoints.py": "checkpoints | checkpoints expert_training",
