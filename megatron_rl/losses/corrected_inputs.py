@@ -80,8 +80,7 @@ def corrected(inputs: LossInputs, log_probs: Tensor, cp_group: Group) -> LossInp
     """
     settings, dtype = inputs.correction, log_probs.dtype
     assert settings is not None
-    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
-    rollout_log_probs = given(inputs.rollout_log_probs).to(dtype)
+    old_log_probs, rollout_log_probs = inputs.anchor(log_probs), given(inputs.rollout_log_probs).to(dtype)
     # The loss tells of a token that is not finite; the weights of the others in its sample are not to be blamed.
     is_finite = torch.isfinite(old_log_probs - rollout_log_probs) & torch.isfinite(log_probs)
     shared = {
@@ -92,9 +91,7 @@ def corrected(inputs: LossInputs, log_probs: Tensor, cp_group: Group) -> LossInp
     sums = {}
     if settings.needs_sums:
         sums = sums_of_samples(settings, log_probs=log_probs, cu_seqlens=inputs.cu_seqlens, cp_group=cp_group, **shared)
-    advantages = inputs.advantages.to(dtype)
-    if inputs.advantages_per == "sample":
-        advantages = spread(advantages, inputs.token_documents)
+    advantages = inputs.token_advantages(dtype)
     correction = correct(settings, advantages=advantages, sums=sums, documents=inputs.token_documents, **shared)
     weights = correction.weights if inputs.importance_weights is None else inputs.importance_weights * correction.weights
     return replace(inputs, importance_weights=weights, correction=None, applied_correction=correction)

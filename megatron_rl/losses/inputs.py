@@ -66,6 +66,14 @@ class LossInputs:
         """[T] int64, N on padding."""
         return document_ids(self.cu_seqlens, self.loss_mask.numel())
 
+    def anchor(self, log_probs: Tensor) -> Tensor:  # [T] -> [T] of its dtype
+        """What the ratio compares log_probs with: themselves, where on-policy."""
+        return log_probs if self.old_log_probs is None else self.old_log_probs.to(log_probs.dtype)
+
+    def token_advantages(self, dtype: torch.dtype) -> Tensor:  # [T]
+        advantages = self.advantages.to(dtype)
+        return spread(advantages, self.token_documents) if self.advantages_per == "sample" else advantages
+
 
 def are_coefficients_known_on_policy(loss: PolicyLoss, inputs: LossInputs) -> bool:
     """Whether a sequence-level loss needs no log-probability: it reads the log-ratio, which is 0 on-policy, and counts."""
@@ -269,11 +277,7 @@ def checked_tensors(
 ) -> dict[str, Tensor]:  # [T] each
     """The tensors that must be finite at every unmasked token, by their names in messages."""
     dtype = log_probs.dtype
-    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
-    advantages = inputs.advantages.to(dtype)
-    if inputs.advantages_per == "sample":
-        advantages = spread(advantages, inputs.token_documents)
-    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    tensors = {"log_probs": log_probs, "old_log_probs": inputs.anchor(log_probs), "advantages": inputs.token_advantages(dtype)}
     # In the dtype of the loss: 1e300 is finite only in float64.
     if inputs.importance_weights is not None:
         tensors["importance_weights"] = inputs.importance_weights.to(dtype)

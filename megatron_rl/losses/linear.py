@@ -7,7 +7,7 @@ unmasked rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Unpack
 
 import torch
@@ -368,19 +368,12 @@ class DocumentCoefficients:
         """The corrections of all items, put back in the order of the tokens."""
         if self.inputs.correction is None:
             return self.inputs.applied_correction
-        inputs, like = self.inputs, self.head.log_probs
-        whole = Correction(
-            weights=torch.zeros_like(like),
-            ratios=torch.ones_like(like),
-            is_kept=torch.zeros_like(inputs.loss_mask),
-            is_off_policy=torch.zeros_like(inputs.loss_mask),
-            is_low=torch.zeros_like(inputs.loss_mask),
-            is_high=torch.zeros_like(inputs.loss_mask),
-        )
+        like, flags = self.head.log_probs, (torch.zeros_like(self.inputs.loss_mask) for _ in range(4))
+        whole = Correction(torch.zeros_like(like), torch.ones_like(like), *flags)
         for item, result in self.results:
-            _, tokens = bin_inputs(inputs, item.documents, self.bounds)
-            for name in ("weights", "ratios", "is_kept", "is_off_policy", "is_low", "is_high"):
-                getattr(whole, name)[tokens] = getattr(result.correction, name)
+            _, tokens = bin_inputs(self.inputs, item.documents, self.bounds)
+            for field in fields(Correction):
+                getattr(whole, field.name)[tokens] = getattr(result.correction, field.name)
         return whole
 
 

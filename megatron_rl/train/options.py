@@ -272,7 +272,7 @@ class OutputOptions:
     )
     show_samples: int = not_negative(
         0,
-        f"Samples to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response and reward, also in {SAMPLES_FILE}.",
+        f"Samples of rank 0 to show every {ROLLOUTS_BETWEEN_SAMPLES} rollouts: prompt, response, reward; in {SAMPLES_FILE} too.",
         without=OF_SAMPLES,
     )
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
