@@ -22,7 +22,7 @@ from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 
 from megatron_rl import ConfigError, StepTotals, count_step, sample_token_weights
 from megatron_rl.errors import EmptyStep
-from megatron_rl.losses import loss_of_log_probs
+from megatron_rl.policy_loss import loss_of_log_probs
 
 POLICY_LOSS, AGGREGATION = "gspo", "sample_mean"
 STEP: dict[str, StepTotals] = {}  # the totals of the step

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from megatron_rl import ConfigError, count_step, sample_token_weights
 from megatron_rl.errors import EmptyStep
-from megatron_rl.losses import loss_of_log_probs
+from megatron_rl.policy_loss import loss_of_log_probs
 
 POLICY_LOSS, AGGREGATION = "gspo", "prompt_mean"
 # Terms and selections of TRL's own loss, and the values that turn them off.

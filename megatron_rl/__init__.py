@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.layout.sampling_support import SamplingSupport
     from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
-    from megatron_rl.losses import (
+    from megatron_rl.ops.assumed_scale import AssumedScale
+    from megatron_rl.ops.linear_log_probs import linear_log_probs
+    from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+    from megatron_rl.ops.ratios import bounded_exp
+    from megatron_rl.policy_loss import (
         PolicyLossOutput,
         grpo_loss,
         gspo_loss,
@@ -21,12 +25,7 @@ if TYPE_CHECKING:
         linear_grpo_loss,
         linear_gspo_loss,
         linear_policy_loss,
-        policy_loss,
     )
-    from megatron_rl.ops.assumed_scale import AssumedScale
-    from megatron_rl.ops.linear_log_probs import linear_log_probs
-    from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-    from megatron_rl.ops.ratios import bounded_exp
     from megatron_rl.registries.correction_settings import CorrectionSettings
     from megatron_rl.registries.corrections import CorrectionValue, register_correction
     from megatron_rl.registries.kl_estimators import KLValue, register_kl_estimator
@@ -58,7 +57,6 @@ __all__ = [
     "linear_gspo_loss",
     "linear_log_probs",
     "linear_policy_loss",
-    "policy_loss",
     "register_correction",
     "register_kl_estimator",
     "register_loss_aggregation",
@@ -75,14 +73,14 @@ _FROM = {
     "errors": ("ConfigError", "DataError"),
     "layout.sampling_support": ("SamplingSupport",),
     "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),
-    "losses": (
-        *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),
-        *("linear_policy_loss", "policy_loss"),
-    ),
     "ops.assumed_scale": ("AssumedScale",),
     "ops.linear_log_probs": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),
     "ops.ratios": ("bounded_exp",),
+    "policy_loss": (
+        *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),
+        "linear_policy_loss",
+    ),
     "registries.correction_settings": ("CorrectionSettings",),
     "registries.corrections": ("CorrectionValue", "register_correction"),
     "registries.kl_estimators": ("KLValue", "register_kl_estimator"),

@@ -14,15 +14,15 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "The step": {"megatron_rl": ("count_step", "sample_token_weights", "regularizer_weights", "StepTotals", "RolloutCounts")},
     "Losses from logits": {
         "megatron_rl": (
-            *("policy_loss", "grpo_loss", "gspo_loss", "PolicyLossOutput", "AssumedScale", "importance_correction"),
+            *("grpo_loss", "gspo_loss", "PolicyLossOutput", "AssumedScale", "importance_correction"),
             *("CorrectionSettings", "SamplingSupport"),
         ),
-        "megatron_rl.losses.settings": ("LogitsLossKeywords", "LossKeywords"),
-        "megatron_rl.losses": ("loss_of_log_probs",),
+        "megatron_rl.policy_loss.settings": ("LogitsLossKeywords", "LossKeywords"),
+        "megatron_rl.policy_loss": ("policy_loss", "loss_of_log_probs"),
     },
     "Losses from hidden states": {
         "megatron_rl": ("linear_policy_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_log_probs"),
-        "megatron_rl.losses.settings": ("LinearLossKeywords",),
+        "megatron_rl.policy_loss.settings": ("LinearLossKeywords",),
     },
     "Log-probabilities": {"megatron_rl": ("vocab_parallel_log_probs", "bounded_exp")},
     "Losses and aggregations of your own": {

@@ -129,7 +129,7 @@ def nothing_of_other_tests(monkeypatch):
 @pytest.fixture
 def schedules(monkeypatch) -> list[list]:
     """The work items of each schedule of the fused head that is run with a gradient."""
-    from megatron_rl.losses import linear
+    from megatron_rl.policy_loss import linear
 
     seen, run = [], linear.run_with_gradient
     monkeypatch.setattr(linear, "run_with_gradient", lambda head, items, *rest: seen.append(items) or run(head, items, *rest))

@@ -51,14 +51,14 @@ from megatron_rl import (
     SamplingSupport,
     count_step,
     linear_policy_loss,
-    policy_loss,
     regularizer_weights,
     sample_token_weights,
     vocab_parallel_log_probs,
 )
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.losses.api import loss_of_log_probs
 from megatron_rl.metrics.step import step_metrics
+from megatron_rl.policy_loss import policy_loss
+from megatron_rl.policy_loss.api import loss_of_log_probs
 
 FILE = Path(__file__).parent / "golden" / "core.pt"
 Values = dict[str, Tensor]  # by name: everything that a case gives
@@ -157,9 +157,9 @@ def scores_on_rank(given: Given, groups) -> Values:
 @contextlib.contextmanager
 def small_blocks() -> Iterator[None]:
     """Documents of a few tokens then have several blocks of a kernel."""
-    from megatron_rl.losses import one_read_triton
-    from megatron_rl.losses.reduce_triton import reduce_loss_triton
     from megatron_rl.ops.backends import OneReadConfiguration
+    from megatron_rl.policy_loss import one_read_triton
+    from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
 
     shape = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
     with (

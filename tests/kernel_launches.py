@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
-from megatron_rl.losses import api
-from megatron_rl.losses import policy_loss as front_door
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import row_kernels, vocab_shard
+from megatron_rl.policy_loss import api
+from megatron_rl.policy_loss import policy_loss as front_door
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Enough rows to fill every multiprocessor, and the vocabulary of Qwen; few rows are split.

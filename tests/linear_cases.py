@@ -12,7 +12,7 @@ from helpers import CLIP, Batch, random_batch, without_needless_clip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.losses import policy_loss
+from megatron_rl.policy_loss import policy_loss
 
 HIDDEN_SIZE, VOCAB_SIZE = 6, 16
 # A chunk of one row, of a few, of the longest document but one, and longer than all of them together.

@@ -15,7 +15,7 @@ from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
-from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
 # What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
 LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}
@@ -64,7 +64,7 @@ class LossBackend:
         """Documents of a few tokens then have several blocks."""
         if self.name != "triton":
             return contextlib.nullcontext()
-        from megatron_rl.losses.reduce_triton import reduce_loss_triton
+        from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
 
         return mock.patch.dict(reduce_loss_triton.__wrapped__.__kwdefaults__, block=4)
 

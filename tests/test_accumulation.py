@@ -19,18 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import accumulation
-from megatron_rl.accumulation import (
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.step_counts import StepTotals
+from megatron_rl.testing.ranks import HANG_SECONDS, RankError
+from megatron_rl.train.accumulation import (
     AccumulatedStep,
     AccumulationSettings,
     StepAccumulator,
     cut_at_rollouts,
     make_accumulation_group,
 )
-from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE
-from megatron_rl.step_counts import StepTotals
-from megatron_rl.testing.ranks import HANG_SECONDS, RankError
 
 
 @dataclass(frozen=True)

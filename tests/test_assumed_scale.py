@@ -26,7 +26,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll_loss
 from megatron_rl.hosts.loss import custom_loss, is_last_reader, read_plan
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.losses import api, policy_loss
+from megatron_rl.policy_loss import api, policy_loss
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")

@@ -8,7 +8,8 @@ from helpers import ROOT, random_batch, run_in_children
 
 import megatron_rl
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.lm_head import fp32_head_logits
+from megatron_rl.ops.fp32_head import fp32_head_logits
+from megatron_rl.policy_loss import policy_loss
 
 BATCH = random_batch([5, 3], vocab_size=7)
 HIDDEN_SIZE = 4
@@ -37,7 +38,7 @@ FRONT_DOORS = {
     "gspo_loss": (BATCH.logits, lambda leaf: megatron_rl.gspo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
     "a registered loss": (
         BATCH.logits,
-        lambda leaf: megatron_rl.policy_loss("own_reinforce", leaf, *BATCH.arguments(), **GROUPS).loss,
+        lambda leaf: policy_loss("own_reinforce", leaf, *BATCH.arguments(), **GROUPS).loss,
     ),
     "linear_grpo_loss": (
         HIDDEN,

@@ -9,18 +9,12 @@ import torch
 from helpers import KERNEL_DEVICE, pool_of
 from loss_backends import HAS_TRITON
 
-from megatron_rl import (
-    CorrectionSettings,
-    importance_correction,
-    linear_log_probs,
-    linear_policy_loss,
-    policy_loss,
-    vocab_parallel_log_probs,
-)
+from megatron_rl import CorrectionSettings, importance_correction, linear_log_probs, linear_policy_loss, vocab_parallel_log_probs
 from megatron_rl.layout.groups import SINGLE, resolve_groups
 from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.losses.api import loss_of_log_probs
 from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.policy_loss import policy_loss
+from megatron_rl.policy_loss.api import loss_of_log_probs
 
 pool = pool_of(2)
 # One of each level and way through the reduction; dppo_tv compares with the sampler; the own loss sums over samples by itself.

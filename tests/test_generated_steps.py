@@ -38,13 +38,13 @@ from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
-from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.losses.api import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.policy_loss import linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.api import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import correction_names
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
@@ -215,8 +215,8 @@ def small_kernels():
     if not HAS_TRITON:
         yield
         return
-    from megatron_rl.losses import one_read_triton
-    from megatron_rl.losses.reduce_triton import reduce_loss_triton
+    from megatron_rl.policy_loss import one_read_triton
+    from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
 
     with (
         mock.patch.object(one_read_triton, "one_read_configuration", lambda *sizes: ONE_READ),

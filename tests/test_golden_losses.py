@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl import policy_loss
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing import oracle
 
 # Three responses of 2, 1 and 3 tokens.

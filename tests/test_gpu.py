@@ -21,11 +21,11 @@ from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, s
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import policy_loss_names, register_policy_loss
-from megatron_rl.losses import policy_loss
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops import backends
 from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.policy_loss import policy_loss
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,7 @@ from linear_cases import HeadBatch, by_logits, on_device, run
 from torch import Tensor
 
 from megatron_rl.layout import SINGLE
-from megatron_rl.lm_head import fp32_head_logits
-from megatron_rl.losses import linear_gspo_loss, linear_policy_loss
+from megatron_rl.ops.fp32_head import fp32_head_logits
 from megatron_rl.ops.linear_head import (
     TEMPORARY_BYTES,
     add_weight_gradient,
@@ -29,6 +28,7 @@ from megatron_rl.ops.linear_head import (
 )
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan
+from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
 

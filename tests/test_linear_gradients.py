@@ -12,10 +12,10 @@ from linear_cases import budget, by_logits, every_term, head_batch, relative, ru
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.losses import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
 from megatron_rl.ops import linear_head
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.policy_loss import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
 
 SMALL, LARGE = 6, 1000  # rows a chunk: plans in-chunk and scale-last, plan in-chunk alone
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
-from megatron_rl.losses import linear_gspo_loss
 from megatron_rl.ops import linear_gradient, linear_head
 from megatron_rl.ops.linear_gradient import make_gradient
 from megatron_rl.ops.linear_head import (
@@ -44,6 +43,7 @@ from megatron_rl.ops.linear_schedule import (
     warn_of_small_chunks,
 )
 from megatron_rl.ops.log_probs_torch import RowResult
+from megatron_rl.policy_loss import linear_gspo_loss
 
 GIB = 1024**3
 

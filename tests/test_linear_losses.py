@@ -24,11 +24,11 @@ from linear_cases import (
 
 from megatron_rl import loss_hub
 from megatron_rl.loss_hub import LossValue, get_policy_loss, register_policy_loss
-from megatron_rl.losses import linear_gspo_loss, linear_policy_loss
-from megatron_rl.losses.host_copies import read_together
 from megatron_rl.ops import log_probs_torch
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan
+from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
+from megatron_rl.policy_loss.host_copies import read_together
 
 # Sums of a few dozen float64 products in another order.
 EXACT = 1e-12

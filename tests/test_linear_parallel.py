@@ -14,7 +14,7 @@ from linear_cases import HeadBatch, budget, every_term, head_batch
 from megatron_rl import loss_hub
 from megatron_rl.layout.groups import REDUCE_SCATTER, resolve_groups
 from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses import linear_policy_loss
+from megatron_rl.policy_loss import linear_policy_loss
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron

@@ -14,8 +14,8 @@ from trainer_cases import STILL, TP, VOCABULARY, lively, ragged_step, tiny_train
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import all_gather_stack, resolve_groups
-from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import run_model
+from megatron_rl.ops.fp32_head import fp32_head_logits
 
 TOKENS, HIDDEN, COLUMNS = 48, 64, 40
 # float32 sums of 64 products against float64 ones: 64 roundings of 6e-8 at most, a tenth of it in the mean. bf16 logits: 4e-3.

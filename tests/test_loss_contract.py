@@ -13,13 +13,13 @@ from helpers import EXACT, KERNEL_DEVICE, PARAMETERS, loop_log_probs, random_bat
 from loss_backends import HAS_TRITON
 from torch import Tensor
 
-from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
-from megatron_rl.losses.api import loss_of_log_probs
-from megatron_rl.losses.reduce_torch import LossValues, evaluate
 from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.policy_loss import linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.api import loss_of_log_probs
+from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
 
 WITH_TRITON = [name for name in policy_loss_names() if get_policy_loss(name).triton]
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -134,7 +134,7 @@ def test_an_advantage_of_zero_gives_nothing(name):
 def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
     from twin_kernel import twin_kernel
 
-    from megatron_rl.losses.twin_triton import twin_of
+    from megatron_rl.policy_loss.twin_triton import twin_of
 
     vectors = [given["log_ratio"], given["advantages"], given["log_probs"], *given["vectors"].values()]
     log_ratio, advantages, log_probs, *further = (x.to(KERNEL_DEVICE) for x in vectors)

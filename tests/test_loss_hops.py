@@ -18,7 +18,7 @@ from linear_cases import head_batch, run
 import megatron_rl
 from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.losses import linear_grpo_loss, policy_loss
+from megatron_rl.policy_loss import linear_grpo_loss, policy_loss
 from megatron_rl.step_counts import count_step
 
 pytest.importorskip("triton")

@@ -39,7 +39,7 @@ from megatron_rl.loss_hub import (
     register_loss_aggregation,
     register_policy_loss,
 )
-from megatron_rl.losses import policy_loss
+from megatron_rl.policy_loss import policy_loss
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals, count_step
 from megatron_rl.testing import oracle

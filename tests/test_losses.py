@@ -20,7 +20,9 @@ from helpers import (
 from loss_backends import LOSSES, OF_EACH_LEVEL, over_backends, over_losses
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.losses import (
+from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.policy_loss import (
     grpo_loss,
     gspo_loss,
     linear_grpo_loss,
@@ -29,9 +31,7 @@ from megatron_rl.losses import (
     loss_of_log_probs,
     policy_loss,
 )
-from megatron_rl.losses.settings import DEFAULTS, LinearLossKeywords, LogitsLossKeywords, LossKeywords
-from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.policy_loss.settings import DEFAULTS, LinearLossKeywords, LogitsLossKeywords, LossKeywords
 
 BATCH = BATCHES["ragged"]
 

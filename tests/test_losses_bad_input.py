@@ -12,9 +12,9 @@ from loss_backends import LOSSES, over_losses, rows_of_losses
 from refused_calls import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 
 from megatron_rl.errors import DataError
-from megatron_rl.losses import grpo_loss
 from megatron_rl.metrics.step import neutral_statistics
 from megatron_rl.ops.log_probs import vocab_shard
+from megatron_rl.policy_loss import grpo_loss
 
 
 def with_every_term(batch) -> dict:

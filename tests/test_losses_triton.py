@@ -14,15 +14,15 @@ from torch import Tensor
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.losses import gspo_loss
-from megatron_rl.losses.api import reducer_of
-from megatron_rl.losses.inputs import prepare_inputs
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
-from megatron_rl.losses.settings import LossKeywords, resolve_settings, with_defaults
+from megatron_rl.policy_loss import gspo_loss
+from megatron_rl.policy_loss.api import reducer_of
+from megatron_rl.policy_loss.inputs import prepare_inputs
+from megatron_rl.policy_loss.reduce_torch import LossResult, reduce_loss_torch
+from megatron_rl.policy_loss.settings import LossKeywords, resolve_settings, with_defaults
 
 pytest.importorskip("triton")
-import megatron_rl.losses.reduce_triton as reduce_triton
-from megatron_rl.losses.reduce_triton import document_sums_kernel, reduce_loss_triton
+import megatron_rl.policy_loss.reduce_triton as reduce_triton
+from megatron_rl.policy_loss.reduce_triton import document_sums_kernel, reduce_loss_triton
 
 pytestmark = pytest.mark.kernel
 # Small, so that documents of a few tokens have several blocks; some of the ratios are clipped.

@@ -10,7 +10,7 @@ from refused_calls import REFUSED, message_of, shown
 
 TABLE = Path(__file__).with_name("messages.txt")
 # The modules that refuse what a caller hands over.
-FRONT_DOORS = ("losses", "ops/log_probs.py", "ops/linear_head.py", "corrections.py")
+FRONT_DOORS = ("policy_loss", "ops/log_probs.py", "ops/linear_head.py", "corrections.py")
 # What is said, and by which test it is seen: it takes a device, a second backward, or a loss that misbehaves.
 ELSEWHERE = {
     " as its weights: they must be ": "test_term_contract.py",

@@ -16,13 +16,13 @@ from helpers import ROOT, counted_collectives, loop_log_probs, pool_of, random_b
 from loss_backends import LOSSES, over_backends
 from sass_gate import TorchOperations
 
-import megatron_rl.losses.reduce_torch as reduce_module
 import megatron_rl.ops.log_probs_torch as reference_module
+import megatron_rl.policy_loss.reduce_torch as reduce_module
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
-from megatron_rl.losses import grpo_loss
 from megatron_rl.metrics.policy import NEUTRAL, PolicyStatistics, Reduction, TokenValues, policy_statistics
 from megatron_rl.metrics.step import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 from megatron_rl.ops.ratios import clipped_objective
+from megatron_rl.policy_loss import grpo_loss
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
@@ -215,7 +215,7 @@ import sys; sys.path.insert(0, {tests!r})
 import json, torch
 from dataclasses import replace
 from helpers import CLIP, KERNEL_DEVICE, random_batch, run_loss
-from megatron_rl.losses import policy_loss
+from megatron_rl.policy_loss import policy_loss
 from megatron_rl.metrics.step import combine_statistics
 from megatron_rl.metrics.step import finalise_metrics
 batch = random_batch([4, 3])

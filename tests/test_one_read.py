@@ -25,8 +25,6 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.losses import policy_loss
-from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.metrics.policy import STATISTICS
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.backends import (
@@ -36,6 +34,8 @@ from megatron_rl.ops.backends import (
     StatisticsConfiguration,
     one_read_configuration,
 )
+from megatron_rl.policy_loss import policy_loss
+from megatron_rl.policy_loss.api import PolicyLossOutput
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import run_ranks
 
@@ -43,9 +43,9 @@ pytest.importorskip("triton")
 from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
 from test_loss_hops import MOST, Hops
 
-import megatron_rl.losses.one_read_triton as one_read
-import megatron_rl.losses.reduce_triton as reduce_triton
 import megatron_rl.ops.backends as backends
+import megatron_rl.policy_loss.one_read_triton as one_read
+import megatron_rl.policy_loss.reduce_triton as reduce_triton
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
 pytestmark = pytest.mark.kernel

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import document_ids, document_sums, spread
-from megatron_rl.losses.inputs import check_cu_seqlens
+from megatron_rl.policy_loss.inputs import check_cu_seqlens
 
 # One row per thing that can go wrong: (document lengths, tokens past the last document).
 CASES = [

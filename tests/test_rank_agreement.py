@@ -19,6 +19,7 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.policy_loss import policy_loss
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import RankPool
 
@@ -187,7 +188,7 @@ def outcome(rank: int, entry: str, group_name: str, name: str) -> str:
         names = ("logits", "hidden", "weight", "labels", "loss_mask", "tp_group", "temperature", "with_entropy")
         function = linear_log_probs if entry.startswith("linear") else vocab_parallel_log_probs
         return error_of(lambda: function(**{name: value for name, value in given.items() if name in names}))
-    return error_of(lambda: getattr(megatron_rl, entry)(**given).loss.backward())
+    return error_of(lambda: getattr(megatron_rl.policy_loss, entry)(**given).loss.backward())
 
 
 def all_outcomes(rank: int) -> list[str]:
@@ -258,7 +259,8 @@ def test_a_rank_that_does_not_compare_is_named(ranks, entry, group_name):
             given = {name: given[name] for name in ("logits", "labels", "loss_mask", "tp_group")}
         if rank == 1:
             given["check_ranks"] = False
-        return error_of(lambda: getattr(megatron_rl, entry)(**given))
+        front_door = vocab_parallel_log_probs if entry.startswith("vocab") else getattr(megatron_rl.policy_loss, entry)
+        return error_of(lambda: front_door(**given))
 
     for text in ranks.run(step):
         assert "whether check_ranks compares differs" in text and "rank 0 has True, rank 1 has False" in text
@@ -345,7 +347,7 @@ def refusals():
         return [outcome_of(names[level, how], group, entry) for level, how, group, entry in keys]
 
     def outcome_of(name: str, group_name: str, entry: str) -> str:
-        loss = megatron_rl.policy_loss if entry == "logits" else megatron_rl.linear_policy_loss
+        loss = policy_loss if entry == "logits" else megatron_rl.linear_policy_loss
         given = arguments("grpo_loss" if entry == "logits" else "linear_grpo_loss", group_name)
         if entry != "logits":
             given["max_logits_bytes"] = 4 * 4 * VOCAB_SIZE  # chunks of some rows: several collectives lie between two of them
@@ -381,7 +383,7 @@ def test_a_clip_of_tokens_that_fails_on_one_rank_stops_both(ranks, entry, result
     def step(rank: int):
         register_policy_loss("clipping", "sequence", token_clip=clip)(lambda log_ratio, advantages: -advantages * log_ratio)
         given = arguments("grpo_loss" if entry == "policy_loss" else "linear_grpo_loss", "cp")
-        return error_of(lambda: getattr(megatron_rl, entry)("clipping", **given))
+        return error_of(lambda: getattr(megatron_rl.policy_loss, entry)("clipping", **given))
 
     for text in ranks.run(step):
         assert re.search(
@@ -401,7 +403,7 @@ def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry, backend
         given = arguments("grpo_loss" if entry == "policy_loss" else "linear_grpo_loss", "cp")
         if rank == 1:
             given["old_log_probs"][3] = -1000.0
-        return error_of(lambda: getattr(megatron_rl, entry)("own_overflowing", **given, backend=backend))
+        return error_of(lambda: getattr(megatron_rl.policy_loss, entry)("own_overflowing", **given, backend=backend))
 
     for text in ranks.run(step):
         assert "policy loss 'own_overflowing' returned values or derivatives that are not finite" in text

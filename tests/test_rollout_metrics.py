@@ -17,10 +17,10 @@ from trainer_cases import ragged_step, tiny_trainer
 import megatron_rl.megatron.forward_step as forward_step_module
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.losses import grpo_loss
 from megatron_rl.metrics.further import ROLLOUT_METRICS, rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import combine_statistics, finalise_metrics
+from megatron_rl.policy_loss import grpo_loss
 
 NAMES = {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
 

@@ -118,7 +118,8 @@ def test_the_built_wheel_works_outside_of_a_checkout(clean, tmp_path, command, s
 
 TYPED = """
 import torch
-from megatron_rl import count_step, policy_loss, register_policy_loss, sample_token_weights, vocab_parallel_log_probs
+from megatron_rl import count_step, register_policy_loss, sample_token_weights, vocab_parallel_log_probs
+from megatron_rl.policy_loss import policy_loss
 
 @register_policy_loss("plain")
 def plain(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -139,7 +140,7 @@ def test_a_users_type_checker_knows_the_keywords_of_a_loss(tmp_path):
     wrong = {
         "wrong_keyword": ("temperature=0.7", "temprature=0.7", '"temprature"'),
         "wrong_value": ("vocab_size=8", 'vocab_size="8"', '"vocab_size"'),
-        "wrong_name": ("count_step, policy_loss", "count_step, policy_los", '"policy_los"'),
+        "wrong_name": ("count_step, register_policy_loss", "count_step, register_policy_los", '"register_policy_los"'),
         "wrong_level": ('"plain")\ndef', '"plain", "sample")\ndef', "\"Literal['token', 'sequence']\""),
     }
     (tmp_path / "right.py").write_text(TYPED, encoding="utf-8")

@@ -23,11 +23,11 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import policy_loss_names
-from megatron_rl.losses import linear_policy_loss
 from megatron_rl.ops import support_head
 from megatron_rl.ops.linear_head import HeadOptions
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.policy_loss import linear_policy_loss
 
 # Sums of a few dozen float64 products in another order.
 EXACT = 1e-12

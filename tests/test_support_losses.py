@@ -21,11 +21,11 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import policy_loss_names
-from megatron_rl.losses import policy_loss
-from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.metrics.step import finalise_metrics, report_pairs
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import is_interpreted
+from megatron_rl.policy_loss import policy_loss
+from megatron_rl.policy_loss.api import PolicyLossOutput
 from megatron_rl.testing.ranks import run_ranks
 
 V, SOME = 11, ("grpo", "gspo", "gspo_token")

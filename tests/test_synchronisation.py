@@ -23,20 +23,20 @@ from linear_cases import HeadBatch, budget, head_batch
 from simulated_cuda import COPY, LOOK, Seen, simulated_cuda
 from torch import Tensor
 
-from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_probs
+from megatron_rl import StepTotals, count_step, vocab_parallel_log_probs
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
-from megatron_rl.losses import linear_policy_loss
-from megatron_rl.losses.inputs import prepare_inputs
-from megatron_rl.losses.settings import LossKeywords, with_defaults
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops import support_head
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.policy_loss import linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.inputs import prepare_inputs
+from megatron_rl.policy_loss.settings import LossKeywords, with_defaults
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
@@ -283,7 +283,7 @@ def test_pairs_of_metrics_wait_for_nothing():
 # The fused head
 
 
-HOST_FACTS, KEPT_ROWS = "megatron_rl/losses/host_copies.py", "megatron_rl/ops/linear_gradient.py"
+HOST_FACTS, KEPT_ROWS = "megatron_rl/policy_loss/host_copies.py", "megatron_rl/ops/linear_gradient.py"
 # (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan scale-last once a document.
 PLANS = {
     "A: all documents in one chunk": ("gspo", [5, 7, 0, 3], 1000, False, 1),

@@ -18,13 +18,13 @@ from nemo_rl_cases import master_config
 from torch import Tensor
 from verl_cases import ActorConfig
 
-from megatron_rl import KLValue, policy_loss, register_correction, register_kl_estimator
+from megatron_rl import KLValue, register_correction, register_kl_estimator
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl, skyrl, verl
 from megatron_rl.loss_hub import AGGREGATIONS, loss_aggregation_names
-from megatron_rl.losses import importance_correction
 from megatron_rl.ops.ratios import k3_estimate, kl_estimate
+from megatron_rl.policy_loss import importance_correction, policy_loss
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionValue, correction_names, get_correction
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator, kl_estimator_names
@@ -97,7 +97,7 @@ def test_exponents_stop_where_this_is_declared(name):
 def test_the_triton_twin_is_the_torch_function(name):
     from twin_kernel import kl_kernel
 
-    from megatron_rl.losses.twin_triton import twin_of_kl
+    from megatron_rl.policy_loss.twin_triton import twin_of_kl
 
     estimator, given = get_kl_estimator(name), differences(torch.float32)
     want = kl_estimate(estimator, *given)
@@ -112,7 +112,7 @@ def test_the_triton_twin_is_the_torch_function(name):
 def k3_by_twin(log_probs: torch.Tensor, reference: torch.Tensor) -> list[torch.Tensor]:
     from twin_kernel import kl_kernel
 
-    from megatron_rl.losses.twin_triton import twin_of_kl
+    from megatron_rl.policy_loss.twin_triton import twin_of_kl
 
     inputs = [x.to(KERNEL_DEVICE) for x in (log_probs, reference, log_probs)]
     found = [torch.full_like(inputs[0], math.nan) for _ in range(2)]

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run
 
-from megatron_rl.accumulation import Deal
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing import oracle
 from megatron_rl.testing.reference import DIVISOR, dense_samples
+from megatron_rl.train.accumulation import Deal
 from megatron_rl.train.collection import with_ref_log_probs
 from megatron_rl.train.document_steps import DocumentSteps, stream_of_rank
 from megatron_rl.train.options import TrainOptions

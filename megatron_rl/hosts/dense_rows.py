@@ -19,9 +19,9 @@ from megatron_rl.errors import DataError
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, numbers_in_words
-from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.policy_loss import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import RolloutCounts, StepTotals
 

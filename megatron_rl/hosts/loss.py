@@ -30,13 +30,13 @@ from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
-from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
-from megatron_rl.losses.inputs import given, mean_of_documents
-from megatron_rl.losses.reduce_torch import evaluate
-from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
+from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.inputs import given, mean_of_documents
+from megatron_rl.policy_loss.reduce_torch import evaluate
+from megatron_rl.policy_loss.settings import LossKeywords
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.

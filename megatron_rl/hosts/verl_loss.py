@@ -25,7 +25,7 @@ from megatron_rl.hosts.verl import (
     read,
 )
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
-from megatron_rl.losses import PolicyLossOutput
+from megatron_rl.policy_loss import PolicyLossOutput
 
 
 class VerlRun(Run):

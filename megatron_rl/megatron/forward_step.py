@@ -19,9 +19,6 @@ from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
-from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.losses.api import PolicyLossOutput
-from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.attached import check_attached
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
@@ -34,6 +31,9 @@ from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.policy_loss import linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.api import PolicyLossOutput
+from megatron_rl.policy_loss.settings import LossKeywords
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.model_settings import model_problems

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
 from megatron_rl.errors import ConfigError, name_of, place_of
 from megatron_rl.layout.groups import Group
-from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.batch import ForwardInput
 from megatron_rl.megatron.context_groups import packed_params_of
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
 from megatron_rl.megatron.router_losses import padding_of, padding_of_mtp
 from megatron_rl.megatron.routing import replayed
+from megatron_rl.ops.fp32_head import fp32_head_logits
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

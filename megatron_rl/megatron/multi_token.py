@@ -25,13 +25,13 @@ from megatron_rl.aggregation import further_token_weight
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_group
-from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.losses.api import PolicyLossOutput
-from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.batch import FurtherTokens, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, rows_of
 from megatron_rl.megatron.probe import megatron_version
 from megatron_rl.megatron.samples import trained_mtp_layers
+from megatron_rl.policy_loss import linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.api import PolicyLossOutput
+from megatron_rl.policy_loss.settings import LossKeywords
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, Deal, StepAccumulator, make_accumulation_group
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.megatron.schedule import microbatch_multiple
 from megatron_rl.rollout_groups import rollouts_of
+from megatron_rl.train.accumulation import AccumulatedStep, AccumulationSettings, Deal, StepAccumulator, make_accumulation_group
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups

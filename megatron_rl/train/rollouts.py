@@ -225,7 +225,7 @@ def partition(samples: Sequence[SampleHeader], dp_rank: int, micro_batch_size: i
     samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups. The samples of one
     rollout stay in one micro-batch where they are on one rank.
     """
-    from megatron_rl.accumulation import cut_at_rollouts  # it needs torch, and `train --help` does not
+    from megatron_rl.train.accumulation import cut_at_rollouts  # it needs torch, and `train --help` does not
 
     of_ranks: dict[int, list[SampleHeader]] = {dp_rank: []}
     for sample in samples:

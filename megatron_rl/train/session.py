@@ -20,8 +20,8 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank
 from megatron_rl.loss_hub import numbers_in_words
-from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.ranks import initialize_ranks
+from megatron_rl.policy_loss.support_terms import terms_over_kept_ids
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts
 from megatron_rl.train.hf_weights import read_hf_model

@@ -18,8 +18,8 @@ from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfi
 from megatron_rl.corrections import correct
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import AGGREGATIONS, get_policy_loss, is_built_in
-from megatron_rl.losses.reduce_torch import evaluate
 from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue

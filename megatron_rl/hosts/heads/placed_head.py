@@ -30,7 +30,6 @@ from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.heads.carrier import Carrier, carry
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, resolve_groups
-from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import (
     HeadInputs,
     HeadSettings,
@@ -43,6 +42,7 @@ from megatron_rl.megatron.head import (
     unfound_problem,
 )
 from megatron_rl.megatron.model import find_output_layer, model_config_of
+from megatron_rl.ops.fp32_head import fp32_head_logits
 
 ACTOR = "actor"
 

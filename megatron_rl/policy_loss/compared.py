@@ -7,9 +7,9 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import Agreement
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.inputs import LossInputs
-from megatron_rl.losses.settings import LossSettings
 from megatron_rl.ops.support_scores import compare_supports
+from megatron_rl.policy_loss.inputs import LossInputs
+from megatron_rl.policy_loss.settings import LossSettings
 
 
 def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:

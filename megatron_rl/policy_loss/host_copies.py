@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device
-from megatron_rl.losses.inputs import LossInputs, check_cu_seqlens
+from megatron_rl.policy_loss.inputs import LossInputs, check_cu_seqlens
 
 
 @dataclass(frozen=True, slots=True)

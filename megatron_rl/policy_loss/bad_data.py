@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import PolicyLoss, is_built_in
-from megatron_rl.losses.inputs import DocumentSums, LossInputs, checked_tensors, given
+from megatron_rl.policy_loss.inputs import DocumentSums, LossInputs, checked_tensors, given
 
 
 def bad_data(

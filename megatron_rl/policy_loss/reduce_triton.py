@@ -23,9 +23,9 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.bad_data import bad_data, nonfinite_loss
-from megatron_rl.losses.corrected_inputs import corrected, correction_metric_sums
-from megatron_rl.losses.inputs import (
+from megatron_rl.policy_loss.bad_data import bad_data, nonfinite_loss
+from megatron_rl.policy_loss.corrected_inputs import corrected, correction_metric_sums
+from megatron_rl.policy_loss.inputs import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
     LossInputs,
@@ -38,10 +38,10 @@ from megatron_rl.losses.inputs import (
     sum_columns,
     vectors_of_samples,
 )
-from megatron_rl.losses.reduce_torch import LossResult, metric_sums_in_torch
-from megatron_rl.losses.settings import LossSettings
-from megatron_rl.losses.support_terms import kl_reference, with_support_sums
-from megatron_rl.losses.twin_triton import (
+from megatron_rl.policy_loss.reduce_torch import LossResult, metric_sums_in_torch
+from megatron_rl.policy_loss.settings import LossSettings
+from megatron_rl.policy_loss.support_terms import kl_reference, with_support_sums
+from megatron_rl.policy_loss.twin_triton import (
     Equation,
     apply_to_sample,
     apply_to_tokens,

@@ -6,6 +6,8 @@ dW += G^T X. dW goes into the parameter's float32 gradient buffer where it has o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,12 +43,13 @@ def fp32_head_logits(
     Communication: without sequence parallelism one all-reduce of the gradient of `hidden` over tp in backward; with it one
     all-gather of hidden in forward and in backward, and one reduce-scatter in backward. None at tp size 1.
     """
-    return _Float32Head.apply(hidden, weight, tp_group, sequence_parallel and tp_group.size() > 1)
+    logits: Tensor = _Float32Head.apply(hidden, weight, tp_group, sequence_parallel and tp_group.size() > 1)  # type: ignore[no-untyped-call]  # torch's
+    return logits
 
 
 class _Float32Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, tp_group: Group, sequence_parallel: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tp_group: Group, sequence_parallel: bool) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.parameter = weight  # the object that carries main_grad
         ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel
@@ -58,7 +61,7 @@ class _Float32Head(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, gradient: Tensor):  # [..., V_tp]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # [..., V_tp]
         hidden, weight = ctx.saved_tensors
         of_logits = gradient.reshape(-1, weight.shape[0]).to(gradient_dtype(weight, True))
         pending = of_weight = rows = None

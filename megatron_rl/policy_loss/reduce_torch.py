@@ -19,9 +19,11 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import LossValue, PolicyLoss
-from megatron_rl.losses.bad_data import bad_data, nonfinite_loss
-from megatron_rl.losses.corrected_inputs import corrected, correction_metric_sums
-from megatron_rl.losses.inputs import (
+from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
+from megatron_rl.ops.ratios import bounded_exp, kl_estimate
+from megatron_rl.policy_loss.bad_data import bad_data, nonfinite_loss
+from megatron_rl.policy_loss.corrected_inputs import corrected, correction_metric_sums
+from megatron_rl.policy_loss.inputs import (
     DocumentSums,
     LossInputs,
     checked_tensors,
@@ -33,10 +35,8 @@ from megatron_rl.losses.inputs import (
     sum_columns,
     vectors_of_samples,
 )
-from megatron_rl.losses.settings import LossSettings
-from megatron_rl.losses.support_terms import kl_reference, with_support_sums
-from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
-from megatron_rl.ops.ratios import bounded_exp, kl_estimate
+from megatron_rl.policy_loss.settings import LossSettings
+from megatron_rl.policy_loss.support_terms import kl_reference, with_support_sums
 
 
 class LossValues(NamedTuple):

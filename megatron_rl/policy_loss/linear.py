@@ -19,23 +19,6 @@ from megatron_rl.layout.groups import SINGLE, Agreement
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.api import PolicyLossOutput, output_of, reducer_of
-from megatron_rl.losses.bad_data import nonfinite_loss
-from megatron_rl.losses.compared import compare_inputs
-from megatron_rl.losses.corrected_inputs import correct_before_rows
-from megatron_rl.losses.host_copies import ScheduleCopies, check_document_lengths, document_sizes, read_host_copies
-from megatron_rl.losses.inputs import (
-    LossInputs,
-    are_coefficients_known_on_policy,
-    further_inputs,
-    given,
-    is_any,
-    prepare_inputs,
-    with_token_counts,
-)
-from megatron_rl.losses.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
-from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
-from megatron_rl.losses.sparse_linear import reduce_with_support
 from megatron_rl.metrics.step import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import (
@@ -62,6 +45,23 @@ from megatron_rl.ops.log_probs import log_probs_dtype, vocab_shard
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.ops.support_head import make_support_head
 from megatron_rl.ops.support_scores import check_support
+from megatron_rl.policy_loss.api import PolicyLossOutput, output_of, reducer_of
+from megatron_rl.policy_loss.bad_data import nonfinite_loss
+from megatron_rl.policy_loss.compared import compare_inputs
+from megatron_rl.policy_loss.corrected_inputs import correct_before_rows
+from megatron_rl.policy_loss.host_copies import ScheduleCopies, check_document_lengths, document_sizes, read_host_copies
+from megatron_rl.policy_loss.inputs import (
+    LossInputs,
+    are_coefficients_known_on_policy,
+    further_inputs,
+    given,
+    is_any,
+    prepare_inputs,
+    with_token_counts,
+)
+from megatron_rl.policy_loss.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
+from megatron_rl.policy_loss.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
+from megatron_rl.policy_loss.sparse_linear import reduce_with_support
 
 
 @runs_eagerly

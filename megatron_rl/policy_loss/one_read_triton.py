@@ -18,10 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_policy, further_inputs
-from megatron_rl.losses.reduce_triton import reduce_loss_triton
-from megatron_rl.losses.settings import LossSettings
-from megatron_rl.losses.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, twin_of_kl, weights_of_tokens
 from megatron_rl.ops.assumed_scale import Assumption
 from megatron_rl.ops.backends import (
     ALIGNMENT,
@@ -34,6 +30,10 @@ from megatron_rl.ops.backends import (
 )
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.log_probs_triton import LOG2_E, row_result, statistics_of_row, write_gradient_of_row
+from megatron_rl.policy_loss.inputs import LossInputs, are_coefficients_known_on_policy, further_inputs
+from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
+from megatron_rl.policy_loss.settings import LossSettings
+from megatron_rl.policy_loss.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, twin_of_kl, weights_of_tokens
 
 
 def plan_one_read(

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.api import reducer_of
-from megatron_rl.losses.inputs import LossInputs
-from megatron_rl.losses.reduce_torch import LossResult
-from megatron_rl.losses.settings import LossSettings
-from megatron_rl.losses.support_terms import kl_apart
 from megatron_rl.ops.linear_gradient import ReadyGradient, main_grad_of
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.support_head import SupportHead, run_scores, run_support_gradient
+from megatron_rl.policy_loss.api import reducer_of
+from megatron_rl.policy_loss.inputs import LossInputs
+from megatron_rl.policy_loss.reduce_torch import LossResult
+from megatron_rl.policy_loss.settings import LossSettings
+from megatron_rl.policy_loss.support_terms import kl_apart
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.inputs import LossInputs
-from megatron_rl.losses.settings import LossSettings
 from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND
+from megatron_rl.policy_loss.inputs import LossInputs
+from megatron_rl.policy_loss.settings import LossSettings
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KLEstimator
 

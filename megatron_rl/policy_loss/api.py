@@ -13,19 +13,6 @@ from megatron_rl.config import Backend, TermScore
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.compared import compare_inputs
-from megatron_rl.losses.corrected_inputs import correct_before_rows
-from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
-from megatron_rl.losses.settings import (
-    LogitsLossKeywords,
-    LossKeywords,
-    LossSettings,
-    groups_and_agreement,
-    resolve_settings,
-    with_defaults,
-)
-from megatron_rl.losses.support_terms import kl_apart
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
@@ -38,6 +25,19 @@ from megatron_rl.ops.log_probs import (
     row_kernels,
 )
 from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support
+from megatron_rl.policy_loss.compared import compare_inputs
+from megatron_rl.policy_loss.corrected_inputs import correct_before_rows
+from megatron_rl.policy_loss.inputs import prepare_inputs, with_token_counts
+from megatron_rl.policy_loss.reduce_torch import LossResult, reduce_loss_torch
+from megatron_rl.policy_loss.settings import (
+    LogitsLossKeywords,
+    LossKeywords,
+    LossSettings,
+    groups_and_agreement,
+    resolve_settings,
+    with_defaults,
+)
+from megatron_rl.policy_loss.support_terms import kl_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def policy_loss(
         inputs = correct_before_rows(inputs, log_probs_dtype(logits), cp_group)
     with_entropy = settings.needs_entropy
     if support is None and loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
-        from megatron_rl.losses.one_read_triton import plan_one_read, read_once
+        from megatron_rl.policy_loss.one_read_triton import plan_one_read, read_once
 
         configuration = plan_one_read(loss, logits, inputs, settings, is_assumed=announced is None)
         if configuration is not None:
@@ -370,6 +370,6 @@ def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossRe
     """reduce_loss_triton where the backend is Triton and there are twins, else reduce_loss_torch."""
     if not has_twin(loss, settings):
         return reduce_loss_torch
-    from megatron_rl.losses.reduce_triton import reduce_loss_triton
+    from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
 
     return reduce_loss_triton

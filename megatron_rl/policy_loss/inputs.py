@@ -20,7 +20,7 @@ from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.settings import LossKeywords
+from megatron_rl.policy_loss.settings import LossKeywords
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import check_counts
 

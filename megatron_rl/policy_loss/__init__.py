@@ -1,0 +1,23 @@
+"""Computes policy losses: a value for each token or sample, its derivative, and this rank's weighted part of the step's loss."""
+
+from __future__ import annotations
+
+from megatron_rl.policy_loss.api import PolicyLossOutput, grpo_loss, gspo_loss, loss_of_log_probs, policy_loss
+from megatron_rl.policy_loss.corrected_inputs import importance_correction
+from megatron_rl.policy_loss.linear import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
+from megatron_rl.policy_loss.settings import LinearLossKeywords, LogitsLossKeywords, LossKeywords
+
+__all__ = [
+    "LinearLossKeywords",
+    "LogitsLossKeywords",
+    "LossKeywords",
+    "PolicyLossOutput",
+    "grpo_loss",
+    "gspo_loss",
+    "importance_correction",
+    "linear_grpo_loss",
+    "linear_gspo_loss",
+    "linear_policy_loss",
+    "loss_of_log_probs",
+    "policy_loss",
+]
