@@ -18,12 +18,12 @@ from helpers import counted_collectives, error_of, pool_of, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl import accumulation
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import HANG_SECONDS, RankError
+from megatron_rl.train import accumulation
 from megatron_rl.train.accumulation import (
     AccumulatedStep,
     AccumulationSettings,
