@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Check
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.declare import get_policy_loss
 
 NUM_SETS = 3
 LOG_NORMAL, NUM_LOG_NORMAL = 0, 16  # BenchmarkCase.documents: 16 documents of log-normal length

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.measure import NOT_SUPPORTED, Provider, Step, Unavailable
 from benchmarks.problems import GRADIENT, STATISTICS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, Result
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import (
     GradientConfiguration,

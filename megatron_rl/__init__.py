@@ -7,12 +7,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_rl.aggregation import regularizer_weights, sample_token_weights
+    from megatron_rl.aggregation import register_loss_aggregation, regularizer_weights, sample_token_weights
     from megatron_rl.config import PolicyLossConfig
-    from megatron_rl.corrections import Correction
+    from megatron_rl.declare import LossValue, Parameter, register_policy_loss
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.layout.sampling_support import SamplingSupport
-    from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
+    from megatron_rl.losses.corrections import Correction, CorrectionSettings, CorrectionValue, register_correction
+    from megatron_rl.losses.kl import KLValue, register_kl_estimator
     from megatron_rl.ops.assumed_scale import AssumedScale
     from megatron_rl.ops.linear_log_probs import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
         linear_gspo_loss,
         linear_policy_loss,
     )
-    from megatron_rl.registries.correction_settings import CorrectionSettings
-    from megatron_rl.registries.corrections import CorrectionValue, register_correction
-    from megatron_rl.registries.kl_estimators import KLValue, register_kl_estimator
     from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 __version__ = "0.3.0"
@@ -67,12 +65,13 @@ __all__ = [
 ]
 # Module -> its names here. The module is imported at the first use of a name.
 _FROM = {
-    "aggregation": ("regularizer_weights", "sample_token_weights"),
+    "aggregation": ("register_loss_aggregation", "regularizer_weights", "sample_token_weights"),
     "config": ("PolicyLossConfig",),
-    "corrections": ("Correction",),
+    "declare": ("LossValue", "Parameter", "register_policy_loss"),
     "errors": ("ConfigError", "DataError"),
     "layout.sampling_support": ("SamplingSupport",),
-    "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),
+    "losses.corrections": ("Correction", "CorrectionSettings", "CorrectionValue", "register_correction"),
+    "losses.kl": ("KLValue", "register_kl_estimator"),
     "ops.assumed_scale": ("AssumedScale",),
     "ops.linear_log_probs": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),
@@ -81,9 +80,6 @@ _FROM = {
         *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),
         "linear_policy_loss",
     ),
-    "registries.correction_settings": ("CorrectionSettings",),
-    "registries.corrections": ("CorrectionValue", "register_correction"),
-    "registries.kl_estimators": ("KLValue", "register_kl_estimator"),
     "step_counts": ("RolloutCounts", "StepTotals", "count_step"),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}

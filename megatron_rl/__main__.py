@@ -114,7 +114,7 @@ def command_module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def says_that_torch_is_missing(name: str) -> Iterator[None]:
-    """Raises ConfigError where torch cannot be imported. Only doctor, and the help of train, work without torch."""
+    """Raises ConfigError where torch cannot be imported. Only doctor works without torch."""
     try:
         yield
     except ModuleNotFoundError as error:

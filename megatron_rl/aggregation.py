@@ -11,21 +11,80 @@ prompt; k_j samples of its rollout have one. Where each sample is a rollout, R =
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation_record import COUNTS, AggregationRecord
+from megatron_rl.aggregation_record import COUNTS, AggregationRecord, declared_fields
+from megatron_rl.declare import Function, Registry, check_signature, takes
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
-from megatron_rl.registries.registry import takes
 from megatron_rl.step_counts import StepTotals, check_counts, check_totals
 
 # Relative. A function may compute in float32, with a few roundings.
 FORMULA_TOLERANCE = 1e-5
+_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
+# Letter of a formula -> the keyword that a function with this letter must have. Another function may have it.
+_OF_ROLLOUTS = {letter: COUNTS[letter] for letter in ("M_j", "k_j")}
+AGGREGATIONS: Registry[AggregationRecord] = Registry(
+    "loss aggregation",
+    "register_loss_aggregation",
+    declare=lambda name, function: register_loss_aggregation(name)(function),
+)
+
+
+def register_loss_aggregation(
+    name: str,
+    *,
+    formula: str | None = None,
+    source: str = "",
+    needs: tuple[str, ...] | None = None,
+    takes_divisor: bool | None = None,
+) -> Callable[[Function], Function]:
+    """Decorator: registers `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` as `name`.
+
+    A function with the keywords rollout_token_counts or rows_of_rollout gets M_j or k_j too, [S]; they are m_i and 1 where each
+    sample is a rollout. Its totals have num_rollouts in any case.
+
+    formula: the weight as a product of counts over a product of counts, as in "1 / (R M_j)": N samples, R rollouts, P prompts and T
+        tokens of the step, m_i tokens of sample i, M_j of its rollout's samples, k_j of which have a token, M_g tokens of its
+        prompt's samples, L the divisor. needs and takes_divisor follow from it.
+        Without it explain and start lines say that the weight is not stated, and miles and slime need the reward hook.
+    source: the algorithms that use it, as in "GRPO, GSPO".
+    needs: without a formula, the counts that the function reads besides token_counts, of aggregation_record.STEP_COUNTS.
+    takes_divisor: without a formula, whether it uses --loss-aggregation-divisor.
+
+    Raises ConfigError when another function has the name, or when a field or the signature is wrong.
+    """
+    AGGREGATIONS.check_name(name)
+    try:
+        fields = declared_fields(formula, source, needs, takes_divisor)
+    except ConfigError as error:
+        raise ConfigError(f"loss aggregation {name!r}: {error}") from error
+
+    def decorate(function: Function) -> Function:
+        powers = {} if fields[0] is None else fields[0].powers
+        of_rollouts = (keyword for letter, keyword in _OF_ROLLOUTS.items() if letter in powers or takes(function, keyword))
+        positional, keywords = _PARAMETERS
+        check_signature("loss aggregation", name, function, positional, (*keywords, *of_rollouts))
+        AGGREGATIONS.add(name, AggregationRecord(name, function, *fields))
+        return function
+
+    return decorate
+
+
+def get_loss_aggregation(name: str) -> AggregationRecord:
+    """The record of that name. A name with a dot is imported as module.function, and registered without a formula if it was not.
+
+    Raises ConfigError for an unknown name and for a function that cannot be imported.
+    """
+    return AGGREGATIONS.find(name)
+
+
+def loss_aggregation_names() -> tuple[str, ...]:
+    return AGGREGATIONS.names()
 
 
 def sample_token_weights(

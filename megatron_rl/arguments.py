@@ -15,10 +15,9 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
-from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
+from megatron_rl.declare import POLICY_LOSSES, Parameter, declared_parameters
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import POLICY_LOSSES, Parameter, declared_parameters, parameters_without_torch
 from megatron_rl.validation import CHOICES, REGISTRIES, Settings, field_of, find_problems, flag_of, routes_of_flags
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -46,11 +45,8 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
         else:
             reader, metavar = _READERS[_kind(field)], metavar_of(field)
             group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
-    given = sys.argv[1:] if command_line is None else command_line
-    _import_named_loss(given)
-    is_for_help = not {"-h", "--help"}.isdisjoint(given)  # a help text needs no torch, whose import takes seconds
-    declared = parameters_without_torch(BUILT_IN_LOSSES) if is_for_help else declared_parameters()
-    for name, losses in declared.items():
+    _import_named_loss(sys.argv[1:] if command_line is None else command_line)
+    for name, losses in declared_parameters().items():
         description = "; ".join(f"{', '.join(owners)}: {text}" for text, owners in meanings_of_parameter(losses).items()) + "."
         description = description.replace("%", "%%")
         try:
@@ -191,7 +187,7 @@ def metavar_of(field: Field) -> str | None:
     if field.name in CHOICES:
         return "{" + ",".join(CHOICES[field.name]) + "}"
     if field.name in REGISTRIES:
-        return "{" + ",".join(REGISTRIES[field.name].names_in_sources()) + "}"
+        return "{" + ",".join(dict.fromkeys((str(field.default), *REGISTRIES[field.name].names()))) + "}"
     return _METAVARS[_kind(field)]
 
 

@@ -14,9 +14,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.layout.context_parallel import chunk_spans
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.oracle import Scores, StepTerms
 from megatron_rl.testing.reference import (

@@ -18,10 +18,11 @@ from dense_results import SetSample, SetSettings, over_kept
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
+from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import PolicyMetrics
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
-from megatron_rl.registries.corrections import correction_names, get_correction
-from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
+from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.losses.corrections import correction_names, get_correction
+from megatron_rl.losses.kl import get_kl_estimator, kl_estimator_names
 from megatron_rl.testing.oracle import USUAL_BOUNDS
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl import loss_hub
+from megatron_rl.aggregation import AGGREGATIONS
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.layout.groups import GATHER_INTO_ONE
-from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.registries.corrections import CORRECTIONS
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
+from megatron_rl.losses.corrections import CORRECTIONS
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.testing import oracle
 from megatron_rl.testing import ranks as rank_pools
 from megatron_rl.testing.ranks import RankPool
@@ -50,7 +50,7 @@ COLLECTIVES = {
 @contextlib.contextmanager
 def names_forgotten() -> Iterator[None]:
     """The registries forget the losses, aggregations, and what else is registered inside."""
-    of_kinds = (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS)
+    of_kinds = (AGGREGATIONS, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS)
     for one in of_kinds:
         one.names()  # the built-in ones are there
     registries = [one.records for one in of_kinds]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl import grpo_loss, gspo_loss
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import row_kernels, vocab_shard

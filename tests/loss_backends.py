@@ -14,7 +14,7 @@ import torch
 from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
 # What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.

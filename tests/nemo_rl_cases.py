@@ -27,8 +27,8 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.hosts import nemo_rl
-from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 

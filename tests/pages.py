@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import math
 import re
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import api_page
@@ -30,10 +29,9 @@ import validation_cases
 from helpers import names_forgotten
 
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, CorrectionLevel, Route, flag_fields
-from megatron_rl.loss_hub import declared_parameters, get_policy_loss, is_built_in, policy_loss_names
-from megatron_rl.registries.corrections import correction_names, get_correction
-from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
+from megatron_rl.config import CorrectionLevel, Route, flag_fields
+from megatron_rl.declare import POLICY_LOSSES, declared_parameters, get_policy_loss, policy_loss_names
+from megatron_rl.losses.corrections import correction_names, get_correction
 from megatron_rl.validation import flag_of, routes_of_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,70 +74,22 @@ def of_losses() -> str:
     return with_guide("docs/losses.md", "losses", "loss | what it does", rows)
 
 
-def of_built_in_losses() -> str:
-    """The module with the names and parameters of the built-in losses, for commands that import no torch."""
-    lines = [
-        '"""The names and parameters of the built-in losses, for a help text that imports no torch.',
-        "",
-        "Generated from the declarations in losses/: python tests/pages.py megatron_rl/built_in_losses.py",
-        '"""',
-        "",
-        "# ruff: noqa: E501",
-        "# fmt: off",
-        "",
-        "from __future__ import annotations",
-        "",
-        "import math  # noqa: F401",
-        "",
-        "from megatron_rl.loss_hub import Parameter",
-        "",
-        "BUILT_IN_LOSSES: dict[str, tuple[Parameter, ...]] = {",
-    ]
-    for name in policy_loss_names():
-        lines.append(f"    {name!r}: (")
-        for parameter in get_policy_loss(name).parameters:
-            values = [
-                f"{field.name}={_as_source(value)}"
-                for field in fields(parameter)
-                if (value := getattr(parameter, field.name)) != field.default
-            ]
-            lines.append(f"        Parameter({', '.join(values)}),")
-        lines.append("    ),")
-    return "\n".join([*lines, "}"]) + "\n"
-
-
-def _as_source(value: object) -> str:
-    return f"{'-' * (value < 0)}math.inf" if isinstance(value, float) and math.isinf(value) else repr(value)
-
-
 def of_corrections() -> str:
     """The page with its table as the docstrings of the corrections have it."""
-    kinds = [get_correction(name) for name in correction_names() if name != NO_CORRECTION]
+    kinds = [get_correction(name) for name in correction_names()]
     rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
     text = with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
-    tables = {"<!-- table: bounds -->": rows_of_bounds(), "<!-- table: KL estimators -->": rows_of_estimators()}
-    return with_tables(text, tables)
+    return with_tables(text, {"<!-- table: bounds -->": rows_of_bounds()})
 
 
 def rows_of_bounds() -> list[str]:
     """Of each correction, what is taken and what is required at each of its levels."""
     lines = [f"| kind | {' | '.join(CorrectionLevel)} |\n|---|{'---|' * len(CorrectionLevel)}\n"]
-    for kind in (get_correction(name) for name in correction_names() if name != NO_CORRECTION):
+    for kind in map(get_correction, correction_names()):
         required = "both are required" if len(kind.required_bounds) > 1 else f"{kind.required_bounds[0]} is required, low is 0"
         published = {level: f"[{low:g}, {high:g}]" for level, (low, high) in kind.published_bounds.items()}
         cells = [published.get(level, required) if level in kind.levels else "refused" for level in CorrectionLevel]
         lines.append(f"| `{kind.name}` | {' | '.join(cells)} |\n")
-    return lines
-
-
-def rows_of_estimators() -> list[str]:
-    lines = [
-        "| `--kl-estimator` | value | derivative by log_prob | expectation on-policy (mu = pi, rho = 1) | off-policy |\n",
-        "|---|---|---|---|---|\n",
-    ]
-    for one in (get_kl_estimator(name) for name in kl_estimator_names()):
-        name = f"`{one.name}`, the default" if one.name == DEFAULT_KL_ESTIMATOR else f"`{one.name}`"
-        lines.append(f"| {name} | {one.formula} | {one.gradient} | {one.on_policy} | {one.off_policy} |\n")
     return lines
 
 
@@ -207,7 +157,7 @@ def arguments_page() -> str:
         "|---|---|---|---|",
     ]
     for name, losses in declared_parameters().items():
-        built_in = {loss: one for loss, one in losses.items() if is_built_in(loss)}
+        built_in = {loss: one for loss, one in losses.items() if POLICY_LOSSES.is_built_in(loss)}
         for text, owners in meanings_of_parameter(built_in).items():
             names = ", ".join(f"`{owner}`" for owner in owners)
             lines.append(f"| `{flag_of(name)}` | {names} | {built_in[owners[0]].range_in_words()} | {text}. |")
@@ -219,7 +169,6 @@ def _places(routes: frozenset[Route]) -> str:
 
 
 WHOLE_PAGES: dict[str, Callable[[], str]] = {
-    "megatron_rl/built_in_losses.py": of_built_in_losses,
     "docs/api.md": api_page.page,
     "docs/arguments.md": arguments_page,
     "docs/validation.md": validation_cases.validation_page,

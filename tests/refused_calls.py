@@ -18,10 +18,10 @@ from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_cu_seqlens, padded_length
 from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.policy_loss import api, grpo_loss, importance_correction, linear_gspo_loss, policy_loss
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import StepTotals
 
 ONES, TOO_LONG = torch.ones(5), torch.full((5,), 1e300, dtype=torch.float64)

@@ -28,12 +28,12 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
-from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 

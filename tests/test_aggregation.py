@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_rl.step_counts as counts_module
-from megatron_rl.aggregation import regularizer_weights, sample_token_weights
+from megatron_rl.aggregation import loss_aggregation_names, regularizer_weights, sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.step_counts import StepTotals, count_step, prompt_digest
 from megatron_rl.testing.ranks import run_ranks
 

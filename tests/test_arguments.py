@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
-from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
+from megatron_rl.declare import Parameter, clip_of, declared_parameters, get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, clip_of, declared_parameters
 from megatron_rl.validation import field_of, flag_of
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
@@ -68,9 +67,9 @@ def effect_of_parameter(loss: str, parameter: Parameter) -> tuple:
 
 
 EFFECT_OF_FLAG |= {
-    flag_of(parameter.name): effect_of_parameter(loss, parameter)
-    for loss, parameters in BUILT_IN_LOSSES.items()
-    for parameter in parameters
+    flag_of(parameter.name): effect_of_parameter(name, parameter)
+    for name in policy_loss_names()
+    for parameter in get_policy_loss(name).parameters
 }
 # A parameter of own_losses.py, which is declared inside a test alone.
 EFFECT_OF_A_PARAMETER = {"--scale": ("1.5", 1.5, NOT_REDUCER, ["--policy-loss", "own_reinforce"])}

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.loss_hub import FURTHER_INPUTS, policy_loss_names
+from megatron_rl.declare import FURTHER_INPUTS, policy_loss_names
 from megatron_rl.validation import Settings, find_problems, own_functions
 
 SCALE = Parameter("scale", default=0.0, help="multiplies the loss")
@@ -235,7 +235,7 @@ def test_what_cannot_be_a_result_is_told_at_start(name):
 
 @pytest.mark.parametrize("name", policy_loss_names())
 def test_no_built_in_loss_contradicts_its_declaration(name, monkeypatch):
-    monkeypatch.setattr(own_functions, "is_built_in", lambda name: False)
+    monkeypatch.setattr(own_functions.POLICY_LOSSES, "is_built_in", lambda name: False)
     assert list(own_functions.loss_problems(PolicyLossConfig(policy_loss=name))) == []
 
 

@@ -22,13 +22,12 @@ from helpers import (
 from linear_cases import head_batch, on_device, run
 from loss_backends import KERNEL, LOSSES, over_backends
 
-from megatron_rl.corrections import correct
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.losses.corrections import CorrectionSettings, correct
 from megatron_rl.metrics.further import CORRECTION_STATISTICS
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import importance_correction, linear_policy_loss, policy_loss
-from megatron_rl.registries.correction_settings import CorrectionSettings
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
 RATIOS = [[0.4, 1.0], [6.0], [1.0, 2.5, 0.9]]

@@ -10,8 +10,8 @@ from helpers import KERNEL_DEVICE, pool_of
 from loss_backends import HAS_TRITON
 
 from megatron_rl import CorrectionSettings, importance_correction, linear_log_probs, linear_policy_loss, vocab_parallel_log_probs
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.layout.groups import SINGLE, resolve_groups
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs

@@ -15,8 +15,8 @@ from forked import forget, forked
 from test_aggregation import GOLDEN
 
 from megatron_rl.__main__ import main
+from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 
 RAGGED = ["--response-lengths", "64,512,4096,64", "--prompt-ids", "a,a,b,b"]
 

@@ -32,7 +32,7 @@ from trainer_cases import (
 )
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout
 from megatron_rl.testing.reference import (

@@ -33,11 +33,14 @@ from loss_backends import HAS_TRITON
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import Tensor
 
+from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, TermScore
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.losses.corrections import CorrectionSettings, correction_names
+from megatron_rl.losses.kl import get_kl_estimator, kl_estimator_names
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
@@ -45,9 +48,6 @@ from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput, loss_of_log_probs
-from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.corrections import correction_names
-from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing import oracle
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing import oracle
 

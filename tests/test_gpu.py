@@ -18,9 +18,9 @@ import torch
 from helpers import without_needless_clip
 
 from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, sample_token_weights, vocab_parallel_log_probs
+from megatron_rl.declare import policy_loss_names, register_policy_loss
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.loss_hub import policy_loss_names, register_policy_loss
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops import backends

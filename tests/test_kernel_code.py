@@ -19,7 +19,7 @@ import pytest
 import torch
 from other_tritons import EVERY, environment_of, installed
 
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 
 TESTS = Path(__file__).resolve().parent
 NOT_HERE = 3  # sass_gate.NOT_HERE

@@ -10,8 +10,7 @@ from helpers import CLIP, random_batch
 from loss_backends import LOSSES, TORCH
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.ops.ratios import kl_estimate
-from megatron_rl.registries.kl_estimators import kl_estimator_names
+from megatron_rl.losses.kl import kl_estimate, kl_estimator_names
 
 LOG_PROBS = torch.tensor([-1.0, -0.5, -2.0, -0.2, -1.5, -3.0], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.2, -0.5, -1.0, -0.9, -1.5, -2.0], dtype=torch.float64)

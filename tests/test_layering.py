@@ -15,8 +15,6 @@ from conftest import ROOT
 from forked import forget, forked
 from packaging.requirements import Requirement
 
-from megatron_rl import arguments, loss_hub
-from megatron_rl.__main__ import main
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 
 # From the ground up. A room is a folder of the package, or a file beside them. It imports rooms of lower floors, and itself; rooms
@@ -24,10 +22,10 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 # megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
 FLOORS = (
     ("errors", "config"),
-    ("files", "layout", "aggregation_record", "registries", "rollout_groups"),
-    ("loss_hub", "ops", "correction_kinds", "step_counts"),
-    ("aggregation", "built_in_losses", "corrections", "kl_estimators"),
-    ("metrics", "losses"),
+    ("files", "layout", "declare", "aggregation_record", "rollout_groups"),
+    ("ops", "step_counts"),
+    ("aggregation", "losses"),
+    ("metrics",),
     ("policy_loss",),
     ("validation", "__init__"),
     ("arguments", "megatron"),
@@ -73,8 +71,7 @@ MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
 BY_NAME = {
     "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
     "__main__.py": "a command is imported where it is typed",
-    "registries/registry.py": "the first look into a registry imports the files that declare the built-ins",
-    "registries/dotted.py": "a user's module",
+    "declare.py": "the first look into a registry imports what declares the built-ins; a name with a dot is a user's module",
     "hosts/adapters.py": "the adapter of each name",
     "hosts/args.py": "the host of a name, where a launch is read",
 }
@@ -336,8 +333,8 @@ def test_every_import_of_the_package_finds_its_name(package_trees, benchmark_tre
         pytest.param("layout/groups.py", "from .. import losses", "losses does not stand below", id="relative, module as name"),
         pytest.param("config.py", "def f():\n    import megatron_rl.ops", "ops does not stand below", id="in a function"),
         pytest.param(
-            "metrics/step.py",
-            "if TYPE_CHECKING:\n    import megatron_rl.losses.grpo",
+            "losses/grpo.py",
+            "if TYPE_CHECKING:\n    import megatron_rl.aggregation",
             "not stand below",
             id="across, for types",
         ),
@@ -451,7 +448,7 @@ def test_the_front_door_has_the_names_that_it_lists():
 
     for name in megatron_rl.__all__:
         assert getattr(megatron_rl, name).__name__ == name
-    assert megatron_rl.loss_hub.register_policy_loss is megatron_rl.register_policy_loss
+    assert megatron_rl.declare.register_policy_loss is megatron_rl.register_policy_loss
     with pytest.raises(AttributeError, match="no attribute 'gspo_los'"):
         megatron_rl.gspo_los  # noqa: B018
 
@@ -465,16 +462,6 @@ def without_torch(words: str) -> tuple[int | None, str, str]:
         return import_module("megatron_rl.__main__").main(words.split())
 
     return forked(command)
-
-
-def test_the_help_of_train_is_the_same_without_torch(monkeypatch, capsys):
-    """Catches an import of torch on the way to the flags, and a loss whose parameter only its import shows."""
-    monkeypatch.setattr(arguments, "parameters_without_torch", lambda built_in: loss_hub.declared_parameters())
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    code, out, error = without_torch("train --help")
-    assert (code, error) == (0, "") and "--divergence-low" in out
-    assert out.split() == capsys.readouterr().out.split()
 
 
 @pytest.mark.parametrize("words", ["train", "explain --response-lengths 1,2"])

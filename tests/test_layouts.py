@@ -20,9 +20,9 @@ from conftest import ROOT
 from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics.further import ROLLOUT_METRICS
 from megatron_rl.metrics.policy import METRICS, Reduction

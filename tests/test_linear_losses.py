@@ -22,8 +22,7 @@ from linear_cases import (
     worst_error,
 )
 
-from megatron_rl import loss_hub
-from megatron_rl.loss_hub import LossValue, get_policy_loss, register_policy_loss
+from megatron_rl.declare import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.ops import log_probs_torch
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan
@@ -34,7 +33,7 @@ from megatron_rl.policy_loss.host_copies import read_together
 EXACT = 1e-12
 # A loss that declares no clip is given none.
 NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
-OTHERS = [kind for kind in loss_hub.policy_loss_names() if kind not in ("grpo", "gspo")]
+OTHERS = [kind for kind in policy_loss_names() if kind not in ("grpo", "gspo")]
 PLANS = {
     "token": {Plan.ROW_BY_ROW},
     "sequence": {Plan.IN_CHUNK, Plan.SCALE_LAST},

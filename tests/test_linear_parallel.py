@@ -11,9 +11,8 @@ import torch
 from helpers import CLIP, OfLayouts, counted_collectives, error_of, last_rank_alone, without_needless_clip, zigzag
 from linear_cases import HeadBatch, budget, every_term, head_batch
 
-from megatron_rl import loss_hub
+from megatron_rl.declare import POLICY_LOSSES, LossValue, register_policy_loss
 from megatron_rl.layout.groups import REDUCE_SCATTER, resolve_groups
-from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.policy_loss import linear_policy_loss
 from megatron_rl.testing.ranks import RankPool
 
@@ -178,7 +177,7 @@ def gspo_by_tokens(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_rat
 @pytest.fixture(scope="module", autouse=True)
 def registry_of_this_file_alone():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_hub.POLICY_LOSSES, "records", dict(loss_hub.POLICY_LOSSES.records))
+        patch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES.records))
         register_policy_loss(BY_TOKENS, needs=("mean_log_ratio",), clip_ratios=(3e-4, 4e-4))(gspo_by_tokens)
         yield
 

@@ -13,9 +13,9 @@ from helpers import EXACT, KERNEL_DEVICE, PARAMETERS, loop_log_probs, random_bat
 from loss_backends import HAS_TRITON
 from torch import Tensor
 
+from megatron_rl.declare import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs

@@ -23,8 +23,8 @@ from linear_cases import every_term
 from loss_backends import HAS_TRITON, PER_TOKEN
 
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.policy_loss import policy_loss
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron

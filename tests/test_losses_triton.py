@@ -12,8 +12,8 @@ from sass_gate import TorchOperations
 from torch import Tensor
 
 from megatron_rl.config import Backend
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.policy_loss import gspo_loss
 from megatron_rl.policy_loss.api import reducer_of
 from megatron_rl.policy_loss.inputs import prepare_inputs

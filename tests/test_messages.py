@@ -21,7 +21,7 @@ ELSEWHERE = {
     "): raise a ValueError instead": "test_loss_contract.py",
     ": it must leave its inputs as they are": "test_loss_contract.py",
     " returned values or derivatives that are not finite": "test_loss_contract.py",
-    " is not a @triton.jit function": "test_loss_hub.py",
+    " is not a @triton.jit function": "test_declare.py",
     "token_clip of policy loss ": "test_rank_agreement.py",
     " needs the entropy of each token, and this call has log-probabilities": "test_own_losses.py",
 }

@@ -19,9 +19,9 @@ from sass_gate import TorchOperations
 import megatron_rl.ops.log_probs_torch as reference_module
 import megatron_rl.policy_loss.reduce_torch as reduce_module
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
+from megatron_rl.losses.grpo import grpo
 from megatron_rl.metrics.policy import NEUTRAL, PolicyStatistics, Reduction, TokenValues, policy_statistics
 from megatron_rl.metrics.step import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
-from megatron_rl.ops.ratios import clipped_objective
 from megatron_rl.policy_loss import grpo_loss
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
@@ -36,7 +36,7 @@ def statistics(ratios, advantages, masks=None, *, low=0.2, high=0.2, old=-1.0) -
     per_token = torch.repeat_interleave(torch.arange(len(ratios)), torch.tensor([len(r) for r in ratios]).long())
     advantage = torch.tensor(advantages, dtype=torch.float64)[per_token]
     old_log_probs = torch.full_like(ratio, old)
-    is_clipped = clipped_objective(ratio.log(), advantage, clip_ratio_low=low, clip_ratio_high=high).is_clipped
+    is_clipped = grpo(ratio.log(), advantage, clip_ratio_low=low, clip_ratio_high=high).is_clipped
     return policy_statistics(
         TokenValues(old_log_probs + ratio.log(), old_log_probs, ratio, is_clipped, advantage, entropy=None),
         loss_mask=mask,

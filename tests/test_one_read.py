@@ -22,9 +22,10 @@ from simulated_cuda import simulated_cuda
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.policy import STATISTICS
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.backends import (
@@ -36,7 +37,6 @@ from megatron_rl.ops.backends import (
 )
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")

@@ -15,7 +15,7 @@ from host_cases import HostCase, dense_step, normalised_rewards, sample_loss
 from host_ranks import run_cases
 from nemo_rl_cases import master_config
 
-from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
@@ -24,7 +24,6 @@ from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.args import read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
-from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.validation import Settings as ValidatedSettings

@@ -41,10 +41,10 @@ from trainer_cases import metrics_of, run_loop
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route
+from megatron_rl.declare import clip_of, get_policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import clip_of, get_policy_loss, register_policy_loss
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs

@@ -14,13 +14,13 @@ from helpers import counted_collectives, error_of, pool_of
 from loss_backends import KERNEL
 
 import megatron_rl
+from megatron_rl.declare import register_policy_loss
 from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import register_policy_loss
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.policy_loss import policy_loss
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import RankPool
 
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, MASKED = 6, 8, 4, 2

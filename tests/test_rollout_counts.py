@@ -13,10 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_rl.step_counts as counts_module
-from megatron_rl.aggregation import regularizer_weights, sample_token_weights, weigh_tokens
+from megatron_rl.aggregation import (
+    get_loss_aggregation,
+    loss_aggregation_names,
+    register_loss_aggregation,
+    regularizer_weights,
+    sample_token_weights,
+    weigh_tokens,
+)
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 from megatron_rl.testing.ranks import run_ranks
 

@@ -19,13 +19,13 @@ from helpers import pool_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest as command
-from megatron_rl.config import Backend
+from megatron_rl.config import NO_CORRECTION, Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.losses.corrections import correction_names
+from megatron_rl.losses.kl import kl_estimator_names
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.probe import CAUSES, factor_names
-from megatron_rl.registries.corrections import correction_names
-from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing import selftest
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare, named_sizes
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard
@@ -301,7 +301,7 @@ def test_every_loss_aggregation_head_and_backend_has_a_row():
     assert len({str(case) for case in cases}) == len(cases)
     assert {case.aggregation for case in cases} == set(AGGREGATIONS) and {case.backend for case in cases} == {"torch", "triton"}
     assert {case.config.kl_estimator for case in cases} == set(kl_estimator_names())
-    assert {case.config.importance_correction for case in cases} == set(correction_names())
+    assert {case.config.importance_correction for case in cases} == {NO_CORRECTION, *correction_names()}
 
 
 @pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)

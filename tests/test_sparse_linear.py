@@ -19,10 +19,10 @@ from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from test_support_scores import BY_HAND, GRADIENT, SUPPORT
 from torch import Tensor
 
+from megatron_rl.declare import policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.ops import support_head
 from megatron_rl.ops.linear_head import HeadOptions
 from megatron_rl.ops.linear_log_probs import linear_log_probs

@@ -17,10 +17,10 @@ from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from test_log_probs import ON_BACKENDS, ON_TRITON
 from torch import Tensor
 
+from megatron_rl.declare import policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.metrics.step import finalise_metrics, report_pairs
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import is_interpreted

@@ -24,10 +24,10 @@ from simulated_cuda import COPY, LOOK, Seen, simulated_cuda
 from torch import Tensor
 
 from megatron_rl import StepTotals, count_step, vocab_parallel_log_probs
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run
 
+from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing import oracle
 from megatron_rl.testing.reference import DIVISOR, dense_samples
 from megatron_rl.train.accumulation import Deal

@@ -13,8 +13,8 @@ from helpers import run_in_children
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.train import add_arguments
 from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.declare import clip_of
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import clip_of
 from megatron_rl.train.option_rules import TrainLaunch, check_effects, train_options, with_group_size
 from megatron_rl.train.options import (
     GROUPS,

@@ -7,7 +7,8 @@ from inspect import isgeneratorfunction, signature
 import pytest
 from validation_cases import ALLOWED, NOT_WARNED, REFUSED, WARNED, judge, launch, warnings_at
 
-from megatron_rl import loss_hub
+from megatron_rl.aggregation import AGGREGATIONS
+from megatron_rl.declare import POLICY_LOSSES
 from megatron_rl.train import option_rules
 from megatron_rl.validation import find_problems, flag_of, rules
 from megatron_rl.validation.checks import problems_of
@@ -19,7 +20,7 @@ ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row 
 @pytest.fixture(autouse=True)
 def only_built_in_names(monkeypatch):
     """Names that other tests registered would show up in messages, and ours in theirs."""
-    for registry in (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES):
+    for registry in (AGGREGATIONS, POLICY_LOSSES):
         built_in = {name: registry.find(name) for name in registry.names() if registry.is_built_in(name)}
         monkeypatch.setattr(registry, "records", built_in)
 

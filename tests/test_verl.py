@@ -26,14 +26,13 @@ from forked import forked
 from host_checkouts import VERL
 from verl_cases import ActorConfig, Case
 
-from megatron_rl import loss_hub
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.declare import POLICY_LOSSES, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, model_notes, verl, verl_loss, verl_plugin, verl_step
 from megatron_rl.hosts.choice import value_at
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.step_counts import StepTotals
 
 TOLERANCE = 1e-5
@@ -323,7 +322,7 @@ def test_verls_engine_counts_where_our_loss_trains(monkeypatch):
 
 
 def test_a_loss_of_ones_own_is_in_verls_table_by_its_declared_name(monkeypatch):
-    monkeypatch.setattr(loss_hub.POLICY_LOSSES, "records", dict(loss_hub.POLICY_LOSSES.records))
+    monkeypatch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES.records))
     register_policy_loss("halved")(lambda log_ratio, advantages: -advantages * log_ratio / 2)
     tables = cases.emulated_tables()
     verl_loss.register(tables)

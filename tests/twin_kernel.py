@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.losses.kl import get_kl_estimator, kl_estimator_names
 from megatron_rl.policy_loss.twin_triton import apply_twin, load_vectors, twin_of, twin_of_kl
-from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, policy_loss_names
+from megatron_rl.declare import PolicyLoss, get_policy_loss, policy_loss_names
 from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
 
 # A token of probability 0.3 after the step, and the ratios that the sampler's probability then gives.

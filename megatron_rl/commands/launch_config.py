@@ -8,11 +8,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
+from megatron_rl.declare import clip_of
 from megatron_rl.hosts.args import CUSTOM_LOSS_LINE, GUARD_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
-from megatron_rl.loss_hub import clip_of, get_loss_aggregation
 from megatron_rl.validation import config_warnings
 
 PER_TOKEN_LINE = "--calculate-per-token-loss"

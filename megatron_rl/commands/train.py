@@ -1,7 +1,4 @@
-"""`megatron-rl train`: flags in, a trained policy, metrics.jsonl, curves and checkpoints out. It must never hold training logic.
-
-What needs torch is imported inside functions, so that `train --help` answers at once, and without torch.
-"""
+"""`megatron-rl train`: flags in, a trained policy, metrics.jsonl, curves and checkpoints out. It must never hold training logic."""
 
 from __future__ import annotations
 

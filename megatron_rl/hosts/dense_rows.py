@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
+from megatron_rl.aggregation import get_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, numbers_in_words
+from megatron_rl.losses.corrections import CorrectionSettings
+from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.policy_loss import PolicyLossOutput, loss_of_log_probs
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import RolloutCounts, StepTotals
+from megatron_rl.validation.advice import numbers_in_words
 
 # Our setting that says that each rollout is one row.
 ONE_SAMPLE = "one_sample_per_rollout"
@@ -154,7 +155,7 @@ def kl_of_tokens(
     ref_log_probs: Tensor,  # [*]
     sampled: Tensor,  # [*] of the policy that sampled
     mask: Tensor,  # [*] bool
-) -> Tensor:  # [*]: the estimate of each token, with the gradient of ops/ratios.py; 0 where masked
+) -> Tensor:  # [*]: the estimate of each token, with the gradient of losses/kl.py; 0 where masked
     """Masked values may be anything. Raises DataError for an unmasked estimate that is not finite; on CUDA it synchronises."""
     log_probs, ref_log_probs, sampled = (torch.where(mask, values, 0.0) for values in (log_probs, ref_log_probs, sampled))
     values = log_probs.detach()

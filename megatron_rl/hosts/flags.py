@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, name_of
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import flag_of
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Backend, PolicyMetrics, Route, SupportUse, TermScore
+from megatron_rl.declare import clip_of, get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
@@ -29,15 +30,15 @@ from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
-from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
+from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
+from megatron_rl.losses.kl import k3, kl_estimate
 from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
+from megatron_rl.ops.ratios import bounded_exp
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.inputs import given, mean_of_documents
 from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.policy_loss.settings import LossKeywords
-from megatron_rl.registries.correction_settings import CorrectionSettings
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
@@ -384,5 +385,5 @@ def _rollout_metrics(launch: HostLaunch, batch: HostBatch, log_probs: Tensor, ol
     trained = log_probs if is_of_training else old_log_probs
     metrics = {"train_rollout_logprob_abs_diff": mean((trained - rollout_log_probs).abs())}
     if host.has_rollout_kl:
-        metrics["train_rollout_kl"] = mean(k3_estimate(rollout_log_probs, trained)[0])
+        metrics["train_rollout_kl"] = mean(k3(rollout_log_probs, trained).value)
     return metrics

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron_rl.aggregation import AGGREGATIONS, get_loss_aggregation
 from megatron_rl.arguments import read_number, read_switch, validate_megatron_rl_args
 from megatron_rl.config import LARGEST_RATIO, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, name_of
@@ -24,7 +25,6 @@ from megatron_rl.hosts.model_notes import release_problems
 from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 from megatron_rl.hosts.training_hooks import head_in_words, shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.loss_hub import AGGREGATIONS, get_loss_aggregation
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.router_losses import check_routers

@@ -27,6 +27,7 @@ from typing import Any, TypeGuard
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import LARGEST_RATIO
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import DIVISOR, Given, Launch, Offer, Reader, make_launch, typed_if, value_at
 from megatron_rl.hosts.contract import SUMMED, TIMES_CP, Contract, Stage
@@ -35,9 +36,8 @@ from megatron_rl.hosts.heads.nemo_rl import FUSED_HEAD, with_our_worker
 from megatron_rl.hosts.nemo_rl_loss import NemoLoss, with_prompt_weights
 from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import end_after_check
-from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.registries.corrections import get_correction
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
+from megatron_rl.losses.corrections import get_correction
+from megatron_rl.losses.kl import KL_ESTIMATORS
 
 TITLE, PROBED = "NeMo-RL", "NVIDIA-NeMo/RL 7ea279abf"
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = False, "its Megatron worker always sets it"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import regularizer_weights
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.dense_rows import (
@@ -21,7 +22,7 @@ from megatron_rl.hosts.dense_rows import (
     metrics_of,
 )
 from megatron_rl.hosts.run import Run
-from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.step_counts import StepTotals
 
 # Our metric of the tokens that NeMo-RL's trainer leaves out of its distribution.

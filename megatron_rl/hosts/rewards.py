@@ -27,13 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
+from megatron_rl.aggregation import get_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import REWARD_LINE, Host, HostLaunch, names_ours, read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.step_counts import StepTotals, count_step
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.

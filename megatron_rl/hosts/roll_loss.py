@@ -18,13 +18,12 @@ from megatron_rl.hosts.heads.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.roll import CONTRACT, HEAD, PROBED, STRATEGY_CONTRACT
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
-from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics, reduce_statistics
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.settings import LossKeywords
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import StepTotals, count_step
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.

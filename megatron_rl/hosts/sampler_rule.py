@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_rl.config import NO_CORRECTION
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
 
 

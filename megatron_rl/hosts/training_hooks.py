@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route, SupportUse
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import HostLaunch, read_launch
@@ -24,12 +25,12 @@ from megatron_rl.hosts.heads.skipped_log_probs import leave_out_forward
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
-from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
-from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.validation.advice import numbers_in_words
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, number
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import DROPOUTS, model_problems

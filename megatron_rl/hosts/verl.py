@@ -23,7 +23,9 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.aggregation_record import AggregationRecord, Formula
+from megatron_rl.declare import declared_parameters, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import (
     CORRECTION_SETTINGS,
@@ -41,8 +43,7 @@ from megatron_rl.hosts.contract import AVERAGED, SUMMED, TIMES_CP, Contract, Sta
 from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, numbers
 from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import CHECK_VARIABLE
-from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, get_policy_loss
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator
+from megatron_rl.losses.kl import KL_ESTIMATORS, get_kl_estimator
 from megatron_rl.validation.own_functions import estimator_problems
 
 TITLE, PROBED, PREFIX = "verl", "verl-project/verl 1dda039b9", "megatron_rl."

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.dense_rows import RowCounts, kl_of_tokens, loss_of_rows, metrics_of
@@ -24,7 +25,7 @@ from megatron_rl.hosts.verl import (
     is_added_estimator,
     read,
 )
-from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.policy_loss import PolicyLossOutput
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue, Parameter
+from megatron_rl.declare import LossValue, Parameter
 from megatron_rl.ops.ratios import bounded_exp
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.declare import LossValue, register_policy_loss
 from megatron_rl.losses.divergence import divergence_parameters, masked_reinforce, probabilities
 
 # 1 - pi and 1 - mu are at least this: in float32 the difference from 1 has no more digits, and its logarithm must be finite.

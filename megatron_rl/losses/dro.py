@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
+from megatron_rl.declare import LossValue, Parameter, register_policy_loss
 
 
 @register_policy_loss(

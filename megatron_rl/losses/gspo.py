@@ -6,16 +6,15 @@ import math
 
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses.grpo import CLIP_RATIO_C
-from megatron_rl.ops.ratios import clipped_objective
+from megatron_rl.declare import LossValue, register_policy_loss
+from megatron_rl.losses.grpo import CLIP_RATIO_C, grpo
 
 
 @register_policy_loss(
     "gspo",
     level="sequence",
     clip_ratios=(3e-4, 4e-4),  # arXiv:2507.18071, section 5.1: the mean of a sample moves a thousand times less than one token
-    triton="megatron_rl.ops.ratios_triton.clipped_objective",
+    triton="megatron_rl.losses.grpo_triton.grpo",
     parameters=(CLIP_RATIO_C,),
 )
 def gspo(
@@ -36,9 +35,9 @@ def gspo(
 
     m_i counts all cp ranks, so a split sample has the same value as a whole one. The m_i equal values depend on log_probs_t only
     through the mean. The m_i of their sum and the 1 / m_i of the mean cancel: the derivative by each token is value'(s_i) s_i.
-    A finite clip_ratio_c clips s_i of samples with A < 0 from above too (ops/ratios.py).
+    A finite clip_ratio_c clips s_i of samples with A < 0 from above too (losses/grpo.py).
     """
-    return clipped_objective(
+    return grpo(
         log_ratio,
         advantages,
         clip_ratio_low=clip_ratio_low,

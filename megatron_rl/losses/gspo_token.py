@@ -6,9 +6,8 @@ import math
 
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses.grpo import CLIP_RATIO_C
-from megatron_rl.ops.ratios import clipped_objective
+from megatron_rl.declare import LossValue, register_policy_loss
+from megatron_rl.losses.grpo import CLIP_RATIO_C, grpo
 
 
 @register_policy_loss(
@@ -38,7 +37,7 @@ def gspo_token(
     GSPO's. With importance weights the two differ: here each token's gradient has its own weight, in GSPO their mean.
     Use it when you want gspo and have advantages for tokens or turns.
     """
-    return clipped_objective(
+    return grpo(
         mean_log_ratio + (log_probs - log_probs.detach()),
         advantages,
         clip_ratio_low=clip_ratio_low,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.declare import LossValue, register_policy_loss
 from megatron_rl.ops.ratios import bounded_exp
 
 # Two sums over a row in another order give one policy's ratio as 1 to about 1e-6, in float32.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
+from megatron_rl.declare import LossValue, Parameter, register_policy_loss
 
 
 @register_policy_loss(

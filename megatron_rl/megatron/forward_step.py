@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route, TermScore
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
+from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
 from megatron_rl.megatron.attached import check_attached
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
@@ -34,7 +35,6 @@ from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput
 from megatron_rl.policy_loss.settings import LossKeywords
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.model_settings import model_problems
 

@@ -14,7 +14,7 @@ from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterAuxLoss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.step_counts import StepTotals, count_step
 
 if TYPE_CHECKING:

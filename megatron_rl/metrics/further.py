@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.corrections import Correction
 from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.losses.corrections import Correction
+from megatron_rl.losses.kl import k3_of_difference
 from megatron_rl.metrics.policy import NEUTRAL, Metric, Reduction, Weight, count, over_tokens, sample_mean, token_weights
-from megatron_rl.ops.ratios import k3_of_difference
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from megatron_rl.ops.ratios import k3_estimate
+from megatron_rl.losses.kl import k3
 
 
 class Reduction(StrEnum):
@@ -90,7 +90,7 @@ METRICS: tuple[Metric, ...] = (
     sample_mean("old_logprobs", lambda tokens: tokens.old_log_probs),
     sample_mean("new_logprobs", lambda tokens: tokens.log_probs),
     sample_mean("ratio_new_old", lambda tokens: tokens.ratios),
-    sample_mean("kl_new_old", lambda tokens: k3_estimate(tokens.old_log_probs, tokens.log_probs)[0]),
+    sample_mean("kl_new_old", lambda tokens: k3(tokens.old_log_probs, tokens.log_probs).value),
     sample_mean("clipped_ratio_fraction", lambda tokens: tokens.is_clipped),
     sample_mean("clipped_low", lambda tokens: tokens.is_clipped & (tokens.advantages < 0)),
     sample_mean("clipped_high", lambda tokens: tokens.is_clipped & (tokens.advantages > 0)),

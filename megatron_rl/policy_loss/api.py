@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import Backend, TermScore
-from megatron_rl.corrections import Correction
+from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.losses.corrections import Correction
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_rl.declare import POLICY_LOSSES, PolicyLoss
 from megatron_rl.errors import DataError
-from megatron_rl.loss_hub import PolicyLoss, is_built_in
 from megatron_rl.policy_loss.inputs import DocumentSums, LossInputs, checked_tensors, given
 
 
@@ -43,7 +43,7 @@ def bad_data(
     names = found[0] or found[1]
     where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
     remedy = "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample"
-    if names and not found[0] and not is_built_in(loss.name):
+    if names and not found[0] and not POLICY_LOSSES.is_built_in(loss.name):
         first = here & torch.stack([~torch.isfinite(tensor) for tensor in results.values()]).any(0)
         at = _pair_in_words(tensors["log_probs"] - tensors["old_log_probs"], tensors["advantages"], first)
         remedy = f"Its inputs are finite, {at}: in {loss.name} write bounded_exp for exp, and keep divisors above 0"

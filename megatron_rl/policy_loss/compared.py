@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.declare import PolicyLoss
 from megatron_rl.layout.groups import Agreement
-from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.ops.support_scores import compare_supports
 from megatron_rl.policy_loss.inputs import LossInputs
 from megatron_rl.policy_loss.settings import LossSettings

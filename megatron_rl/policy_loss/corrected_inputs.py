@@ -10,13 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.corrections import Correction, correct, sums_of_samples
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group
 from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.losses.corrections import Correction, CorrectionSettings, correct, sums_of_samples
 from megatron_rl.metrics.further import CorrectionValues, token_statistics
 from megatron_rl.policy_loss.inputs import LossInputs, check_cu_seqlens, check_loss_mask, given
-from megatron_rl.registries.correction_settings import CorrectionSettings
 
 
 def importance_correction(

@@ -13,12 +13,13 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from megatron_rl.corrections import Correction, correct
+from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.losses.corrections import Correction, correct
+from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.step import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import (
@@ -42,7 +43,6 @@ from megatron_rl.ops.linear_head import (
 )
 from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import log_probs_dtype, vocab_shard
-from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.ops.support_head import make_support_head
 from megatron_rl.ops.support_scores import check_support
 from megatron_rl.policy_loss.api import PolicyLossOutput, output_of, reducer_of

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.declare import PolicyLoss
 from megatron_rl.ops.assumed_scale import Assumption
 from megatron_rl.ops.backends import (
     ALIGNMENT,

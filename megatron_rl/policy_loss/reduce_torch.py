@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND, PolicyMetrics
-from megatron_rl.corrections import Correction
+from megatron_rl.declare import LossValue, PolicyLoss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
-from megatron_rl.loss_hub import LossValue, PolicyLoss
+from megatron_rl.losses.corrections import Correction
+from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
-from megatron_rl.ops.ratios import bounded_exp, kl_estimate
+from megatron_rl.ops.ratios import bounded_exp
 from megatron_rl.policy_loss.bad_data import bad_data, nonfinite_loss
 from megatron_rl.policy_loss.corrected_inputs import corrected, correction_metric_sums
 from megatron_rl.policy_loss.inputs import (

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
+from megatron_rl.declare import PolicyLoss
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
-from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.policy_loss.bad_data import bad_data, nonfinite_loss
 from megatron_rl.policy_loss.corrected_inputs import corrected, correction_metric_sums
 from megatron_rl.policy_loss.inputs import (

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics, TermScore
+from megatron_rl.declare import PolicyLoss, declared_parameters
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import PolicyLoss, declared_parameters
+from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
+from megatron_rl.losses.kl import KLEstimator, get_kl_estimator
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.support_scores import check_score
-from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
-from megatron_rl.registries.kl_estimators import KLEstimator, get_kl_estimator
 
 
 class LossKeywords(TypedDict, total=False):

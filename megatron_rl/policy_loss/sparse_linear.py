@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.declare import PolicyLoss
 from megatron_rl.ops.linear_gradient import ReadyGradient, main_grad_of
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.support_head import SupportHead, run_scores, run_support_gradient

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig, TermScore
 from megatron_rl.layout.packing import spread
+from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.further import SupportValues, token_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
-from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.policy_loss.inputs import LossInputs, given
 from megatron_rl.policy_loss.settings import LossSettings
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from megatron_rl.declare import PolicyLoss, import_dotted
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.losses.kl import KLEstimator
 from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND
 from megatron_rl.policy_loss.inputs import LossInputs
 from megatron_rl.policy_loss.settings import LossSettings
-from megatron_rl.registries.dotted import import_dotted
-from megatron_rl.registries.kl_estimators import KLEstimator
 
 
 @dataclass(frozen=True, slots=True)

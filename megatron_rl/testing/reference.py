@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig
+from megatron_rl.declare import COMPUTED_INPUTS, LossValue, PolicyLoss, get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError
-from megatron_rl.loss_hub import COMPUTED_INPUTS, LossValue, PolicyLoss, get_policy_loss, policy_loss_names
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.layout_step import StepSample, TinyGPT, build_tiny

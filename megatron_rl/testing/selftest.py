@@ -20,17 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import all_gather_objects
-from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.losses.corrections import CorrectionSettings, correction_names, get_correction
+from megatron_rl.losses.kl import kl_estimator_names
 from megatron_rl.megatron.context_groups import own_group_problems_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.ops.backends import why_triton_is_missing
-from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.corrections import correction_names, get_correction
-from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import Truth, compare, compare_part, named_sizes
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length
@@ -87,7 +86,7 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": estimator} for estimator in kl_estimator_names()},
     "entropy": {"entropy_coefficient": 0.1},
     "temperature": {"policy_temperature": 0.7},
-    **{name: _correction(name, levels[0]) for name in correction_names() if (levels := get_correction(name).levels)},
+    **{name: _correction(name, get_correction(name).levels[0]) for name in correction_names()},
     "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},

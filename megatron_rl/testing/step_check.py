@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups, broadcast_from_last, resolve_groups
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.samples import rollout_ids_of

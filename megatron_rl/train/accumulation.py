@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import (
@@ -45,7 +46,6 @@ from megatron_rl.layout.groups import (
     resolve_group,
     world_group,
 )
-from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.rollout_groups import Sample, rollouts_of
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 

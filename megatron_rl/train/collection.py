@@ -16,7 +16,7 @@ import torch
 from megatron_rl.config import PolicyLossConfig, RouterReplay
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
-from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache

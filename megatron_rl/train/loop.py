@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_rl.config import EmptySteps, PolicyLossConfig, Watchdog
 from megatron_rl.errors import EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
-from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.train.checkpoints import on_first_rank
 from megatron_rl.train.collection import (
     Evaluation,

@@ -17,7 +17,7 @@ from megatron_rl.config import (
     TermScore,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions

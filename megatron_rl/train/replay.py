@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_rl.config import RouterReplay, SupportUse
 from megatron_rl.errors import DataError
-from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, SharedRollout

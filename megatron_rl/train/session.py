@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank
-from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.policy_loss.support_terms import terms_over_kept_ids
 from megatron_rl.train import checkpoints
@@ -41,6 +40,7 @@ from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
 from megatron_rl.validation import config_warnings
+from megatron_rl.validation.advice import numbers_in_words
 
 
 def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start: Callable[[], None]) -> Outcome:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, PolicyLossConfig
-from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
+from megatron_rl.declare import clip_of, get_policy_loss
 
 
 def clip_of_a_mean_clips(config: PolicyLossConfig) -> Iterator[str]:
@@ -52,3 +54,12 @@ def coefficients_keep_their_strength(config: PolicyLossConfig) -> Iterator[str]:
 
 
 WARNINGS = (clip_of_a_mean_clips, product_of_ratios_stays_in_bounds, coefficients_keep_their_strength)
+
+
+def numbers_in_words(config: PolicyLossConfig) -> str:
+    """The clip and the parameters of the loss that are not off, for start lines, as in `clip 0.2/0.2, ratio_cap 3`."""
+    clip, loss = clip_of(config), get_policy_loss(config.policy_loss)
+    values = loss.resolve_parameters(config.loss_parameters)
+    # A loss of a user's own may clip by bounds of its own.
+    of_clip = "no clip bounds" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
+    return ", ".join([of_clip, *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))])

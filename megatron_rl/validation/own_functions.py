@@ -12,17 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
+from megatron_rl.aggregation import AGGREGATIONS, weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig
-from megatron_rl.corrections import correct
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import AGGREGATIONS, get_policy_loss, is_built_in
-from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, correct
+from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator, KLValue, kl_estimate
 from megatron_rl.policy_loss.reduce_torch import evaluate
-from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.corrections import CORRECTIONS
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.routes import Settings
 
@@ -108,7 +105,7 @@ def loss_problems(config: PolicyLossConfig) -> Iterator[str]:
         keywords = loss.resolve_parameters(config.loss_parameters)
     except ConfigError:  # other rules report it
         return
-    if is_built_in(loss.name):
+    if POLICY_LOSSES.is_built_in(loss.name):
         return
     if clip is not None:
         keywords |= {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}

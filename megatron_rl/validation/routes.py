@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from megatron_rl.aggregation import AGGREGATIONS
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import (
     Backend,
@@ -23,10 +24,9 @@ from megatron_rl.config import (
     Watchdog,
     flag_fields,
 )
-from megatron_rl.loss_hub import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, declared_parameters
-from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator
-from megatron_rl.registries.registry import Registry
+from megatron_rl.declare import POLICY_LOSSES, PolicyLoss, Registry, declared_parameters
+from megatron_rl.losses.corrections import CORRECTIONS, CorrectionKind
+from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 
 # The fields that act elsewhere than in our loss, by where. One that is set on another route is an error.
 _OUR_LOSS = frozenset(Route) - {Route.REDUCER}  # a reducer gets the per-token losses of another loss

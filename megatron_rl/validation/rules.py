@@ -16,14 +16,9 @@ from megatron_rl.config import (
     Watchdog,
     flag_fields,
 )
+from megatron_rl.declare import clip_high_problem, clip_low_problem, declared_parameters, is_finite_number
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import (
-    clip_high_problem,
-    clip_low_problem,
-    declared_parameters,
-    is_finite_number,
-)
-from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
+from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
@@ -60,7 +55,8 @@ def names_are_registered(launch: Settings) -> Iterator[str]:
     for name, registry in REGISTRIES.items():
         value = getattr(launch.config, name)
         try:
-            registry.find(value)
+            if value != _DEFAULTS[name]:  # that of a correction is none
+                registry.find(value)
         except ConfigError as error:
             meant = _ELSEWHERE.get(str(value).lower().replace("-", "_"))
             yield f"{flag_of(name)}: {error}" + (f". Here {value} is {meant}" if meant else "")
@@ -139,7 +135,7 @@ def entropy_of_a_loss_is_known(launch: Settings) -> Iterator[str]:
 def corrections_fit(launch: Settings) -> Iterator[str]:
     """A wrong level is reported with the other choices."""
     correction, loss = CorrectionSettings.of(launch.config), launch.loss
-    if launch.correction is None or correction.level not in tuple(CorrectionLevel):
+    if (correction.has_factor and launch.correction is None) or correction.level not in tuple(CorrectionLevel):
         return
     yield from correction.problems()
     if correction.has_factor and loss is not None and loss.anchor == "rollout":

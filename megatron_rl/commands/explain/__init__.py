@@ -13,10 +13,10 @@ from megatron_rl.commands.explain.step import read_step
 from megatron_rl.commands.explain.stock import stock_table
 from megatron_rl.commands.explain.weights import Weighing, count_input, shown_configs
 from megatron_rl.config import Route
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts import ADAPTER_NAMES, ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of
 
 EXIT_UNSOUND = 1

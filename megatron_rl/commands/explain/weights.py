@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
+from megatron_rl.aggregation import AGGREGATIONS, get_loss_aggregation, loss_aggregation_names, weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
@@ -17,7 +17,6 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.rewards import HostCounts, count_rollouts
-from megatron_rl.loss_hub import AGGREGATIONS, get_loss_aggregation, loss_aggregation_names
 
 REFERENCE = "sample_mean"
 # Scales that differ by rounding alone are one scale.

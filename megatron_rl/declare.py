@@ -1,39 +1,215 @@
-"""Holds the declarations of losses and aggregations, in the two registries that --policy-loss and --loss-aggregation read."""
+"""Holds what is declared by name: the registry of each kind, a policy loss and its parameters, checks of a declared function.
+
+KL estimators and corrections are declared in losses/, aggregations where their weights are. It imports no torch by itself.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import keyword
 import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeGuard, TypeVar
 
-from megatron_rl.aggregation_record import COUNTS, AggregationRecord, declared_fields
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.loss_value import LossValue as LossValue  # beside the decorator, where a loss's file takes it
-from megatron_rl.registries.registry import Registry, takes
-from megatron_rl.registries.signatures import check_called, check_signature, check_twin_path
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_rl.config import PolicyLossConfig
 
 Level = Literal["token", "sequence"]
 Anchor = Literal["old", "rollout"]
-Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
-_AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
-_DECLARE = "declare a further number in parameters=(Parameter(...),), a further vector in needs=(...,)"
-# Letter of a formula -> the keyword that a function with this letter must have. Another function may have it.
-_OF_ROLLOUTS = {letter: COUNTS[letter] for letter in ("M_j", "k_j")}
+# What declares the built-in names: imported at the first look into a registry, so that it does not matter what was imported before.
+BUILT_IN = ("megatron_rl.losses", "megatron_rl.aggregation")
 # The names that `needs` of a loss may hold, beside what each loss is given: vectors that the caller passes, and those that the
 # package computes.
 PASSED_INPUTS = ("rollout_log_probs", "ref_log_probs")
 COMPUTED_INPUTS = ("token_counts", "entropy", "mean_log_ratio")
 FURTHER_INPUTS = (*PASSED_INPUTS, *COMPUTED_INPUTS)
+_REMEDY = "declare a further number in parameters=(Parameter(...),), a further vector in needs=(...,)"
+
+
+class Declaration(Protocol):
+    @property
+    def function(self) -> Callable[..., Any]: ...
+
+
+Record = TypeVar("Record", bound=Declaration)
+
+
+class Registry(Generic[Record]):
+    """Declarations of one kind by name.
+
+    kind: in messages, as in "KL estimator". decorator: its name. declare: declares a user's function that is not decorated, under
+    its dotted name; None: it is refused.
+    """
+
+    def __init__(self, kind: str, decorator: str, declare: Callable[[str, Callable[..., Any]], object] | None = None):
+        self.kind, self.decorator, self._declare = kind, decorator, declare
+        self.records: dict[str, Record] = {}
+
+    def check_name(self, name: object) -> None:
+        """Raises ConfigError for a name that is none, as where a decorator without parentheses is given the function."""
+        if callable(name):
+            function = getattr(name, "__name__", "f")
+            raise ConfigError(
+                f'@{self.decorator} of {function} has no name: write @megatron_rl.{self.decorator}("{function}", ...)'
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{self.kind} name {name!r} must be a non-empty string")
+
+    def add(self, name: str, record: Record) -> None:
+        """Raises ConfigError where another function has the name, whichever was imported first."""
+        if not _is_ours(record.function):
+            _import_built_in()
+        known = self.records.get(name)
+        if known is not None and known.function is not record.function and not _is_run_again(known.function, record.function):
+            raise ConfigError(f"{self.kind} {name!r} is already registered by {known.function.__module__}; choose another name")
+        self.records[name] = record
+
+    def find(self, name: object) -> Record:
+        """The declaration of that name. A name with a dot is imported as module.function; its module declares it, or `declare`.
+
+        Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
+        """
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.kind} {name!r} must be a name: a registered one, or module.function")
+        _import_built_in()
+        if name in self.records:
+            return self.records[name]
+        if "." not in name:
+            known = ", ".join(self.records)
+            raise ConfigError(
+                f"{self.kind} {name!r} is not registered; known: {known}. A name with a dot is imported as module.function"
+            )
+        function = import_dotted(name, self.kind)
+        # The module registers the function under a plain name when it is imported; the dotted one is then a second name.
+        same = next((record for record in self.records.values() if record.function is function), None)
+        if same is not None:
+            self.records[name] = same
+        elif self._declare is not None:
+            self._declare(name, function)
+        else:
+            raise ConfigError(
+                f"{self.kind} {name!r} is not declared: decorate {name.rpartition('.')[2]} with @megatron_rl.{self.decorator}"
+            )
+        return self.records[name]
+
+    def find_or_none(self, name: object) -> Record | None:
+        """`find`, and None where it raises: for what a rule judges while another one reports a wrong name."""
+        try:
+            return self.find(name)
+        except ConfigError:
+            return None
+
+    def names(self) -> tuple[str, ...]:
+        _import_built_in()
+        return tuple(self.records)
+
+    def is_built_in(self, name: str) -> bool:
+        """Whether the declaration of that name is the package's."""
+        return _is_ours(self.find(name).function)
+
+
+def _import_built_in() -> None:
+    for module in BUILT_IN:
+        importlib.import_module(module)
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return function.__module__.startswith("megatron_rl.")
+
+
+def _is_run_again(before: Callable[..., Any], now: Callable[..., Any]) -> bool:
+    """Whether a cell of a notebook defines its function once more, or a file that raised below it is imported once more."""
+    names = {(function.__module__, function.__qualname__) for function in (before, now)}
+    is_again = now.__module__ == "__main__" or getattr(before, "__globals__", None) is not getattr(now, "__globals__", None)
+    return len(names) == 1 and is_again and "<lambda>" not in now.__qualname__
+
+
+def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
+    """Imports module.function as the hosts do. purpose: what it is for, in messages. Raises ConfigError, which says which half
+    failed."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{purpose} {path!r} has no dot: write module.function")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, TypeError) as error:  # a leading dot asks for a relative import: TypeError
+        places = "PYTHONPATH, and with megatron-rl the current directory, are where modules are looked for"
+        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error}); {places}") from error
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")
+    function: Callable[..., Any] = getattr(module, attribute)
+    if not callable(function):
+        raise ConfigError(f"{purpose} {path!r} is {type(function).__name__}, not a function")
+    return function
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function has an argument of that name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or a builtin without a signature: check_signature says so
+        return False
+
+
+def check_signature(
+    kind: str,
+    name: str,
+    function: Callable[..., Any],
+    positional: tuple[str, ...],
+    keywords: tuple[str, ...] = (),
+    remedy: str = "",
+) -> None:
+    """Raises ConfigError at registration for a function that lacks an argument, or has one at the place of another: it would fail
+    in the middle of a run, or compute something else. Names that are none of `positional` are free. remedy: of a missing one."""
+    wanted = f"({', '.join([*positional, *(['*', *keywords] if keywords else [])])})"
+    own: list[str] = []
+    try:
+        signature = inspect.signature(function)
+        own = list(signature.parameters)
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        further = f"; {remedy}" if remedy and len(own) > len(positional) + len(keywords) else ""
+        raise ConfigError(f"{kind} {name!r} must accept {wanted}: {error}{further}") from error
+    for given, place in zip(own[: len(positional)], positional[: len(own)], strict=True):
+        if given != place and given in positional:
+            raise ConfigError(
+                f"{kind} {name!r} is given {', '.join(positional)} in this order, and its function has {given} at the place of "
+                f"{place}: write {wanted}"
+            )
+
+
+def check_twin_path(kind: str, name: str, triton: object) -> None:
+    """Raises ConfigError unless `triton` of a declaration is None or the text module.function."""
+    if triton is not None and not isinstance(triton, str):
+        raise ConfigError(f"triton={triton!r} of {kind} {name!r} must be the text module.function, or None")
+    if triton is not None and "." not in triton:
+        raise ConfigError(f"triton={triton!r} of {kind} {name!r} has no dot: write module.function")
+
+
+@dataclass(frozen=True, slots=True)
+class LossValue:
+    """What a policy loss returns: [T], one per token, at level "token"; [N], one per sample, at level "sequence".
+
+    value: is multiplied by the weights. Masked positions may hold anything.
+    derivative: d value / d log-probability of the token; at level "sequence" d value / d mean log-probability of the sample.
+        log_ratio and log_probs both move with the log-probability. `value` detaches each factor that is constant for the gradient,
+        so autograd finds the same number: a check at launch compares the two. None: autograd. Beyond a log-ratio of +-20 the
+        derivative through log_ratio is 0: one that is given is set to 0 there, where the function takes no log_probs.
+    is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
+    """
+
+    value: Tensor
+    derivative: Tensor | None = None
+    is_clipped: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,53 +332,7 @@ def clip_high_problem(value: object) -> str | None:
     return f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1"
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "losses", "register_policy_loss")
-AGGREGATIONS: Registry[AggregationRecord] = Registry(
-    "loss aggregation",
-    "aggregation",
-    "register_loss_aggregation",
-    declare=lambda name, function: register_loss_aggregation(name)(function),
-)
-
-
-def register_loss_aggregation(
-    name: str,
-    *,
-    formula: str | None = None,
-    source: str = "",
-    needs: tuple[str, ...] | None = None,
-    takes_divisor: bool | None = None,
-) -> Callable[[Weigh], Weigh]:
-    """Decorator: registers `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` as `name`.
-
-    A function with the keywords rollout_token_counts or rows_of_rollout gets M_j or k_j too, [S]; they are m_i and 1 where each
-    sample is a rollout. Its totals have num_rollouts in any case.
-
-    formula: the weight as a product of counts over a product of counts, as in "1 / (R M_j)": N samples, R rollouts, P prompts and T
-        tokens of the step, m_i tokens of sample i, M_j of its rollout's samples, k_j of which have a token, M_g tokens of its
-        prompt's samples, L the divisor. needs and takes_divisor follow from it.
-        Without it explain and start lines say that the weight is not stated, and miles and slime need the reward hook.
-    source: the algorithms that use it, as in "GRPO, GSPO".
-    needs: without a formula, the counts that the function reads besides token_counts, of aggregation_record.STEP_COUNTS.
-    takes_divisor: without a formula, whether it uses --loss-aggregation-divisor.
-
-    Raises ConfigError when another function has the name, or when a field or the signature is wrong.
-    """
-    check_called(AGGREGATIONS.decorator, name)
-    try:
-        fields = declared_fields(formula, source, needs, takes_divisor)
-    except ConfigError as error:
-        raise ConfigError(f"loss aggregation {name!r}: {error}") from error
-
-    def decorate(function: Weigh) -> Weigh:
-        powers = {} if fields[0] is None else fields[0].powers
-        of_rollouts = (keyword for letter, keyword in _OF_ROLLOUTS.items() if letter in powers or takes(function, keyword))
-        positional, keywords = _AGGREGATION_PARAMETERS
-        check_signature("loss aggregation", name, function, positional, (*keywords, *of_rollouts))
-        AGGREGATIONS.add(name, AggregationRecord(name, function, *fields))
-        return function
-
-    return decorate
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "register_policy_loss")
 
 
 def register_policy_loss(
@@ -245,7 +375,7 @@ def register_policy_loss(
         log-ratios of which log_ratio is the mean. Where it gives a token another number, the token is clipped, without gradient.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
-    check_called(POLICY_LOSSES.decorator, name)
+    POLICY_LOSSES.check_name(name)
     if level not in ("token", "sequence"):
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token" or "sequence"')
     if anchor not in ("old", "rollout"):
@@ -273,7 +403,7 @@ def register_policy_loss(
         keywords = (*clips, *needs, *(parameter.name for parameter in parameters))
         if len({*positional, *keywords}) < len(positional) + len(keywords):
             raise ConfigError(f"policy loss {name!r} declares a name twice among {', '.join((*positional, *keywords))}")
-        check_signature("policy loss", name, function, positional, keywords, _DECLARE)
+        check_signature("policy loss", name, function, positional, keywords, _REMEDY)
         if token_clip is not None:
             numbers = (*clips, *(parameter.name for parameter in parameters))
             check_signature("token_clip of policy loss", name, token_clip, ("log_ratio", "advantages"), numbers)
@@ -295,14 +425,6 @@ def register_policy_loss(
     return decorate
 
 
-def get_loss_aggregation(name: str) -> AggregationRecord:
-    """The record of that name. A name with a dot is imported as module.function, and registered without a formula if it was not.
-
-    Raises ConfigError for an unknown name and for a function that cannot be imported.
-    """
-    return AGGREGATIONS.find(name)
-
-
 def get_policy_loss(name: str) -> PolicyLoss:
     """The declaration of that name. A name with a dot is imported as module.function, and its module must declare it.
 
@@ -316,53 +438,13 @@ def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
     return get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
 
 
-def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
-    """Whether the configured loss or its correction compares with the policy that sampled."""
-    return CorrectionSettings.of(config).is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
-
-
 def declared_parameters() -> dict[str, dict[str, Parameter]]:
     """The parameters that registered losses declare: name of the parameter -> name of the loss -> the parameter."""
-    return _by_parameter({loss.name: loss.parameters for loss in map(POLICY_LOSSES.find, POLICY_LOSSES.names())})
-
-
-def parameters_without_torch(built_in: Mapping[str, tuple[Parameter, ...]]) -> dict[str, dict[str, Parameter]]:
-    """What declared_parameters finds, for a help text: it imports no file of losses/, and so no torch.
-
-    built_in: the parameters of the built-in losses by name, which are those of built_in_losses.py.
-    """
-    return _by_parameter(dict(built_in) | {name: loss.parameters for name, loss in POLICY_LOSSES.records.items()})
-
-
-def _by_parameter(losses: Mapping[str, tuple[Parameter, ...]]) -> dict[str, dict[str, Parameter]]:
     found: dict[str, dict[str, Parameter]] = {}
-    for loss, parameters in losses.items():
-        for parameter in parameters:
-            found.setdefault(parameter.name, {})[loss] = parameter
+    for loss in map(POLICY_LOSSES.find, POLICY_LOSSES.names()):
+        for parameter in loss.parameters:
+            found.setdefault(parameter.name, {})[loss.name] = parameter
     return found
-
-
-def clip_in_words(config: PolicyLossConfig) -> str:
-    """The clip as text for start lines, as in `clip 0.2/0.2`. A loss of a user's own may say what it clips by bounds of its own."""
-    clip = clip_of(config)
-    if clip is None:
-        return "no clip" if is_built_in(config.policy_loss) else "no clip bounds (clipped as the loss says)"
-    return f"clip {clip[0]:g}/{clip[1]:g}"
-
-
-def numbers_in_words(config: PolicyLossConfig) -> str:
-    """The clip and the parameters of the loss that are not off as text, as in `clip 0.2/0.2, ratio_cap 3`."""
-    values = get_policy_loss(config.policy_loss).resolve_parameters(config.loss_parameters)
-    return ", ".join([clip_in_words(config), *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))])
-
-
-def is_built_in(policy_loss: str) -> bool:
-    """Whether the loss of that name is a file of losses/."""
-    return POLICY_LOSSES.is_built_in(policy_loss)
-
-
-def loss_aggregation_names() -> tuple[str, ...]:
-    return AGGREGATIONS.names()
 
 
 def policy_loss_names() -> tuple[str, ...]:

@@ -25,25 +25,14 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.declare import LossValue, Parameter, get_policy_loss, import_dotted, policy_loss_names, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.loss_hub import (
-    LossValue,
-    Parameter,
-    clip_in_words,
-    get_loss_aggregation,
-    get_policy_loss,
-    loss_aggregation_names,
-    policy_loss_names,
-    register_loss_aggregation,
-    register_policy_loss,
-)
 from megatron_rl.policy_loss import policy_loss
-from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals, count_step
 from megatron_rl.testing import oracle
-from megatron_rl.validation.advice import clip_of_a_mean_clips
+from megatron_rl.validation.advice import clip_of_a_mean_clips, numbers_in_words
 
 # The default clips of published numbers; another loss need not be here.
 CLIPS = {
@@ -337,7 +326,9 @@ def test_a_loss_is_not_warned_of_its_own_clip(name):
     assert list(clip_of_a_mean_clips(PolicyLossConfig(policy_loss=name))) == []
 
 
-def test_a_loss_of_a_users_own_without_bounds_may_clip():
-    register_policy_loss("bounded")(lambda log_ratio, advantages: -advantages * log_ratio)
-    assert clip_in_words(PolicyLossConfig(policy_loss="bounded")) == "no clip bounds (clipped as the loss says)"
-    assert clip_in_words(PolicyLossConfig(policy_loss="reinforce")) == "no clip"
+def test_the_numbers_of_a_loss_in_words():
+    """A loss without bounds may clip as it says itself."""
+    assert numbers_in_words(PolicyLossConfig(policy_loss="reinforce")) == "no clip bounds"
+    parameters = {"clip_ratio_c": 3.0}
+    assert numbers_in_words(PolicyLossConfig(loss_parameters=parameters)) == "clip 0.2/0.2, clip_ratio_c 3"
+    assert numbers_in_words(PolicyLossConfig()) == "clip 0.2/0.2"

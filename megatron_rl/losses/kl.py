@@ -1,0 +1,192 @@
+"""Estimates KL(policy, reference) at a token: five estimators, and how another one is declared.
+
+d = log_prob - ref_log_prob, rho = exp(log_ratio). docs/corrections.md says what each expectation is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import LOG_RATIO_BOUND
+from megatron_rl.declare import Function, Registry, check_signature, check_twin_path, takes
+from megatron_rl.errors import DataError
+from megatron_rl.ops.ratios import bounded_exp
+
+
+@dataclass(frozen=True, slots=True)
+class KLValue:
+    """What an estimator returns: [*], as the log-probabilities that it gets.
+
+    value: of the term.
+    derivative: what is trained, d / d log_prob. None: autograd differentiates the value.
+    """
+
+    value: Tensor
+    derivative: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KLEstimator:
+    """An estimator as it was declared; `register_kl_estimator` says what each field means."""
+
+    name: str
+    function: Callable[..., Any]
+    triton: str | None
+    is_gradient_of_value: bool
+    exponent_bound: float | None
+    takes_log_ratio: bool
+
+
+KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator", "register_kl_estimator")
+
+
+def register_kl_estimator(
+    name: str,
+    *,
+    triton: str | None = None,
+    is_gradient_of_value: bool = True,
+    exponent_bound: float | None = None,
+) -> Callable[[Function], Function]:
+    """Decorator: registers a function as the KL estimator `name`. The package knows nothing else of it.
+
+        fn(log_probs, ref_log_probs[, log_ratio]) -> value, or KLValue(value, derivative)
+
+    The function is elementwise, of vectors [T] in nats. log_ratio is log_probs minus the log-probabilities of the policy that the
+    loss's ratio compares with, of the token at every level; a function without that argument does not get it. The package adds
+    mask, sample_mean weights, coefficient, gradient, every backend, head and host.
+
+    triton: `module.function` of its twin, a @triton.jit function that computes the same inside the kernels:
+        twin(log_probs, ref_log_probs, log_ratio) -> value, derivative
+        of float32 blocks; log_ratio is 0 where the function has no such argument.
+        None: a loss with this term is computed in torch on the logits' device.
+    is_gradient_of_value: whether it is the derivative of the value; a check at launch and a test compare them. False: on
+        purpose it is not.
+    exponent_bound: the log-ratio beyond which exponents do not grow. None: there is no bound.
+    Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
+    """
+    KL_ESTIMATORS.check_name(name)
+    check_twin_path(KL_ESTIMATORS.kind, name, triton)
+
+    def decorate(function: Function) -> Function:
+        takes_log_ratio = takes(function, "log_ratio")
+        positional = ("log_probs", "ref_log_probs", "log_ratio")[: 2 + takes_log_ratio]
+        check_signature(KL_ESTIMATORS.kind, name, function, positional)
+        record = KLEstimator(name, function, triton, is_gradient_of_value, exponent_bound, takes_log_ratio)
+        KL_ESTIMATORS.add(name, record)
+        return function
+
+    return decorate
+
+
+@register_kl_estimator("k1", triton="megatron_rl.losses.kl_triton.k1")
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
+    """d. On-policy its gradient has expectation 0: it adds noise alone.
+
+    k1 to k3: Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html.
+    """
+    difference = log_probs - ref_log_probs
+    return KLValue(difference, torch.ones_like(difference))
+
+
+@register_kl_estimator("k2", triton="megatron_rl.losses.kl_triton.k2")
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
+    """d^2 / 2."""
+    difference = log_probs - ref_log_probs
+    return KLValue(difference.square() / 2, difference)
+
+
+@register_kl_estimator("k3", triton="megatron_rl.losses.kl_triton.k3", exponent_bound=LOG_RATIO_BOUND)
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
+    """exp(-d) + d - 1, which is never below 0. NaN passes through."""
+    value, slope = k3_of_difference(ref_log_probs - log_probs)
+    return KLValue(value, -slope)
+
+
+@register_kl_estimator(
+    "k3+", triton="megatron_rl.losses.kl_triton.k3_plus", is_gradient_of_value=False, exponent_bound=LOG_RATIO_BOUND
+)
+def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
+    """The value of k3 with the gradient of k2, d. verl's name, https://github.com/volcengine/verl."""
+    return KLValue(k3(log_probs, ref_log_probs).value, log_probs - ref_log_probs)
+
+
+@register_kl_estimator("unbiased", triton="megatron_rl.losses.kl_triton.unbiased", exponent_bound=LOG_RATIO_BOUND)
+def unbiased(log_probs: Tensor, ref_log_probs: Tensor, log_ratio: Tensor) -> KLValue:
+    """rho k3, differentiated through rho too: rho d. DeepSeek-V3.2, arXiv:2512.02556, equation 7."""
+    difference, ratio = log_probs - ref_log_probs, bounded_exp(log_ratio)
+    is_inside = (difference.abs() <= LOG_RATIO_BOUND) & (log_ratio.abs() <= LOG_RATIO_BOUND)
+    return KLValue(ratio * k3(log_probs, ref_log_probs).value, torch.where(is_inside, ratio * difference, 0.0))
+
+
+def k3_of_difference(difference: Tensor) -> tuple[Tensor, Tensor]:  # [*] -> value [*] >= 0, d value / d difference [*]
+    """exp(x) - x - 1 and exp(x) - 1 of a difference x of log-probabilities, bounded to +-20; beyond, the derivative is 0.
+
+    In float64: in float32 no digit of the value at 1e-4, which is 5e-9, would be right. Rounding below 0 becomes 0.
+    """
+    bounded = difference.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    slope = bounded.expm1()
+    value = (slope - bounded).clamp(min=0.0)
+    return value.to(difference.dtype), torch.where(difference.abs() <= LOG_RATIO_BOUND, slope, 0.0).to(difference.dtype)
+
+
+def kl_estimate(
+    estimator: str | KLEstimator,
+    log_probs: Tensor,  # [*]
+    ref_log_probs: Tensor,  # [*]
+    log_ratio: Tensor,  # [*] log_probs - those of the policy that the loss's ratio compares with
+) -> tuple[Tensor, Tensor]:  # value [*], the derivative by log_probs that is trained [*]
+    """The declared estimate of KL(policy, reference) at each token.
+
+    Autograd takes a derivative that the estimator does not give. Raises ConfigError for an estimator that is not registered, and
+    DataError for a result of another shape or dtype.
+    """
+    declared = get_kl_estimator(estimator) if isinstance(estimator, str) else estimator
+    given = (log_probs, ref_log_probs, log_ratio)[: 2 + declared.takes_log_ratio]
+    returned = declared.function(*given)
+    result = returned if isinstance(returned, KLValue) else KLValue(returned)
+    derivative = _derivative_of_value(declared, *given) if result.derivative is None else result.derivative
+    for name, tensor in (("value", result.value), ("derivative", derivative)):
+        if not isinstance(tensor, Tensor) or tensor.shape != log_probs.shape or tensor.dtype != log_probs.dtype:
+            found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DataError(
+                f"KL estimator {declared.name!r} returned {found} as its {name}: it must be {tuple(log_probs.shape)} "
+                f"{log_probs.dtype}"
+            )
+    return result.value, derivative
+
+
+def _derivative_of_value(
+    estimator: KLEstimator,
+    log_probs: Tensor,  # [*]
+    ref_log_probs: Tensor,  # [*]
+    log_ratio: Tensor | None = None,  # [*]
+) -> Tensor:  # [*] by log_probs, also through log_ratio
+    with torch.inference_mode(False), torch.enable_grad():
+        # A tensor made in inference mode cannot be differentiated; a copy made outside can.
+        leaf = log_probs.detach().clone().requires_grad_()
+        given = [leaf.clone(), ref_log_probs.clone()]
+        if log_ratio is not None:
+            given.append(log_ratio.clone() + (leaf - leaf.detach()))
+        returned = estimator.function(*given)
+        value = returned.value if isinstance(returned, KLValue) else returned
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            raise DataError(
+                f"KL estimator {estimator.name!r} has no derivative by log_probs: compute its value from them without detach, or "
+                "return KLValue(value, derivative)"
+            )
+        (derivative,) = torch.autograd.grad(value.sum(), leaf)
+    return derivative.detach()
+
+
+def get_kl_estimator(name: object) -> KLEstimator:
+    """The declaration of that name, or of module.function. Raises ConfigError as Registry.find."""
+    return KL_ESTIMATORS.find(name)
+
+
+def kl_estimator_names() -> tuple[str, ...]:
+    return KL_ESTIMATORS.names()
