@@ -41,7 +41,7 @@ def train(aggregation: str, seed: int, steps: int = STEPS) -> Tensor:  # [steps,
         verdicts = torch.randint(0, 2, (len(kinds),), generator=generator)
         lengths, is_cut = sample_lengths(stop_logits.detach()[kinds, verdicts], generator)
         advantages = torch.tensor(group_advantages(verdicts.tolist(), prompt_ids))
-        totals, token_counts, prompt_counts = count_step([torch.ones(length) for length in lengths], prompt_ids)
+        totals, token_counts, prompt_counts, _ = count_step([torch.ones(length) for length in lengths], prompt_ids)
         divisor = DIVISOR if aggregation == "constant" else None
         weights = sample_token_weights(aggregation, token_counts, totals, prompt_token_counts=prompt_counts, divisor=divisor)
         optimizer.zero_grad()

@@ -55,7 +55,7 @@ def main():
     is_trained = (places >= 0) & (places < lengths[:, None])  # [SAMPLES, LENGTH]
 
     masks = [torch.ones(int(lengths[index]), dtype=torch.bool) for index in mine]
-    totals, counts, prompt_counts = count_step(masks, [prompts[index] for index in mine])  # (1) counts of the whole step
+    totals, counts, prompt_counts, _ = count_step(masks, [prompts[index] for index in mine])  # (1) counts of the whole step
     weights = sample_token_weights("prompt_mean", counts, totals, prompt_token_counts=prompt_counts).to(device)  # (2)
     batches = torch.arange(len(mine)).chunk(MICROBATCHES)
 

@@ -51,7 +51,7 @@ class GSPOTrainer(GRPOTrainer):
         group_size = self.num_generations if self.model.training else self.num_generations_eval
         prompts = [index // group_size for index in range(first, first + len(mask))]
         try:
-            totals, counts, prompt_counts = count_step(mask, prompts, dist.group.WORLD)  # over all processes
+            totals, counts, prompt_counts, _ = count_step(mask, prompts, dist.group.WORLD)  # over all processes
             weights = sample_token_weights(AGGREGATION, counts, totals, prompt_token_counts=prompt_counts)
         except EmptyStep:  # TRL goes on with a step whose completions are all masked
             weights = torch.zeros(len(mask))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_rl.aggregation import register_loss_aggregation, regularizer_weights, sample_token_weights
     from megatron_rl.config import PolicyLossConfig
+    from megatron_rl.count import RolloutCounts, StepCounts, StepTotals, count_step
     from megatron_rl.declare import LossValue, Parameter, register_policy_loss
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.layout.sampling_support import SamplingSupport
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         linear_gspo_loss,
         linear_policy_loss,
     )
-    from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 __version__ = "0.3.0"
 
@@ -45,6 +45,7 @@ __all__ = [
     "PolicyLossOutput",
     "RolloutCounts",
     "SamplingSupport",
+    "StepCounts",
     "StepTotals",
     "bounded_exp",
     "count_step",
@@ -80,7 +81,7 @@ _FROM = {
         *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),
         "linear_policy_loss",
     ),
-    "step_counts": ("RolloutCounts", "StepTotals", "count_step"),
+    "count": ("RolloutCounts", "StepCounts", "StepTotals", "count_step"),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 

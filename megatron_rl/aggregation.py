@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import COUNTS, AggregationRecord, declared_fields
+from megatron_rl.count import StepTotals, check_counts, check_totals
 from megatron_rl.declare import Function, Registry, check_signature, takes
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.step_counts import StepTotals, check_counts, check_totals
 
 # Relative. A function may compute in float32, with a few roundings.
 FORMULA_TOLERANCE = 1e-5
@@ -268,7 +268,7 @@ def _check_needs(
     given = {"prompt_token_counts": prompt_token_counts, "totals.num_prompts": totals.num_prompts}
     missing = [name for name in given if name.rpartition(".")[2] in (record.needs or ()) and given[name] is None]
     if missing:
-        raise ConfigError(f"{aggregation} needs {missing[0]}: pass prompt_ids to count_step and its third result to the weights")
+        raise ConfigError(f"{aggregation} needs {missing[0]}: pass prompt_ids to count_step, and what it counts to the weights")
     if divisor is None:
         if record.takes_divisor and record.formula is not None:
             raise ConfigError(
@@ -291,7 +291,7 @@ def _check_rollouts(aggregation: str, totals: StepTotals, given: Mapping[str, Te
         if totals.num_rollouts is not None and counts is None and name in taken:
             raise ConfigError(
                 f"{aggregation} needs {name}, because the step has {totals.num_rollouts} rollouts of {totals.num_samples} samples: "
-                "pass count_step's fourth result to the weights"
+                "pass count_step's rollouts to the weights"
             )
 
 
@@ -325,8 +325,8 @@ def _check_formula(
         )
 
 
-# Counts of what a sample belongs to -> what that is, and the place of the counts in the results of count_step.
-_GROUPS = {"prompt_token_counts": ("prompt group", "third"), "rollout_token_counts": ("rollout", "fourth")}
+# Counts of what a sample belongs to -> what that is.
+_GROUPS = {"prompt_token_counts": "prompt group", "rollout_token_counts": "rollout"}
 
 
 def _check_group_counts(name: str, group_counts: Tensor | None, counts: Tensor) -> None:
@@ -338,10 +338,9 @@ def _check_group_counts(name: str, group_counts: Tensor | None, counts: Tensor) 
     if counts.is_cuda or group_counts.is_cuda:
         return
     if name in _GROUPS and bool((group_counts < counts).any()):
-        group, place = _GROUPS[name]
         raise DataError(
-            f"{name} {group_counts.tolist()} are below token_counts {counts.tolist()}: a {group} holds at least its sample's "
-            f"tokens; pass count_step's {place} result"
+            f"{name} {group_counts.tolist()} are below token_counts {counts.tolist()}: a {_GROUPS[name]} holds at least its "
+            "sample's tokens; pass those of the same count_step"
         )
     if name not in _GROUPS and bool((group_counts < (counts > 0)).any()):
-        raise DataError(f"{name} {group_counts.tolist()} are 0 for a sample with tokens: pass count_step's fourth result")
+        raise DataError(f"{name} {group_counts.tolist()} are 0 for a sample with tokens: pass those of the same count_step")

@@ -11,7 +11,9 @@ from importlib import import_module
 
 # Section -> module -> names. A name of megatron_rl.__all__ is imported from megatron_rl.
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "The step": {"megatron_rl": ("count_step", "sample_token_weights", "regularizer_weights", "StepTotals", "RolloutCounts")},
+    "The step": {
+        "megatron_rl": ("count_step", "sample_token_weights", "regularizer_weights", "StepCounts", "StepTotals", "RolloutCounts")
+    },
     "Losses from logits": {
         "megatron_rl": (
             *("grpo_loss", "gspo_loss", "PolicyLossOutput", "AssumedScale", "importance_correction"),

@@ -68,14 +68,14 @@ SUMS = ("loss", "policy_loss", "kl_loss", "entropy")
 # ---------------------------------------------------------------------------------------------------------------- Adapter
 def weights_of(masks: list[Tensor], prompts: list[str], rollouts: list[str] | None, aggregation: str, dp=SINGLE) -> Values:
     """Counts of the step, and the weight of each sample of this rank."""
-    totals, tokens, prompt_tokens, *others = count_step(masks, prompts, dp, rollout_ids=rollouts)
-    of_rollouts = {"rollout_token_counts": others[0].tokens, "rows_of_rollout": others[0].rows} if others else {}
+    totals, tokens, prompt_tokens, rows = count_step(masks, prompts, dp, rollout_ids=rollouts)
+    of_rollouts = {} if rows is None else {"rollout_token_counts": rows.tokens, "rows_of_rollout": rows.rows}
     divisor = 8.0 if aggregation == "constant" else None
     weights = sample_token_weights(aggregation, tokens, totals, prompt_token_counts=prompt_tokens, divisor=divisor, **of_rollouts)
     counts = [totals.num_samples, totals.num_prompts, totals.num_tokens, totals.rollouts]
-    regularizer = regularizer_weights(tokens, totals, others[0].tokens if others else None)
+    regularizer = regularizer_weights(tokens, totals, None if rows is None else rows.tokens)
     found = {"weights": weights, "regularizer_weights": regularizer, "counts": torch.tensor(counts), "prompt_tokens": prompt_tokens}
-    return found | ({"rollout_tokens": others[0].tokens, "rows_of_rollout": others[0].rows} if others else {})
+    return found | ({} if rows is None else {"rollout_tokens": rows.tokens, "rows_of_rollout": rows.rows})
 
 
 def options_of(given: Given, groups, regularizer: Tensor) -> dict:

@@ -47,7 +47,7 @@ JUDGES = {
     "": "loss_contract generated_steps",
     "train/accumulation.py": "accumulation",
     "aggregation.py": "aggregation rank_agreement own_aggregation generated_steps",
-    "step_counts.py": "aggregation rollout_counts rank_agreement synchronisation",
+    "count.py": "aggregation rollout_counts rank_agreement synchronisation",
     "aggregation_record.py": "aggregation own_aggregation explain_table",
     "metrics/policy.py": "metrics generated_steps",
     "metrics/further.py": "metrics rollout_metrics generated_steps",

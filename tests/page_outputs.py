@@ -30,6 +30,7 @@ from torch.distributed import run as torchrun
 from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import launch, nemo_rl, roll, skyrl, verl
 from megatron_rl.hosts.checks import check_launch
@@ -38,7 +39,6 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import RankPool, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import HANG_SECONDS, RankError
 from megatron_rl.train import accumulation
 from megatron_rl.train.accumulation import (
@@ -253,7 +253,7 @@ def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_
 def test_a_count_of_other_samples_than_the_step_s_is_refused():
     """FB-88: a group that is not the accumulation's would give the step the denominators of another one."""
     [step] = accumulate([[Document(0, "a"), Document(1, "b", (1, 1, 0))], [Document(2, "a")]], {"docs_per_step": 3})
-    totals, tokens, of_prompts = step.count()
+    totals, tokens, of_prompts, _ = step.count()
     assert (totals, tokens.tolist(), of_prompts.tolist()) == (StepTotals(3, 2, 4), [1, 2, 1], [2, 2, 2])
     assert step.split([1, 2, 3]) == [[1, 2], [3]]
     step.microbatches.pop()

@@ -22,12 +22,12 @@ from helpers import pool_of
 from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts import contract as contract_module
 from megatron_rl.hosts.contract import Contract
 from megatron_rl.hosts.dense_rows import Rollouts, loss_of_rows, step_line
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.reference import CLIPS
 
 pool = pool_of(4)

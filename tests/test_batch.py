@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch, weigh_samples
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.testing.ranks import run_ranks
 

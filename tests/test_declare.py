@@ -27,10 +27,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals, count_step
 from megatron_rl.declare import LossValue, Parameter, get_policy_loss, import_dotted, policy_loss_names, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.policy_loss import policy_loss
-from megatron_rl.step_counts import StepTotals, count_step
 from megatron_rl.testing import oracle
 from megatron_rl.validation.advice import clip_of_a_mean_clips, numbers_in_words
 
@@ -294,7 +294,7 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
     register_policy_loss("user_sample", "sequence", needs=("token_counts",))(sample_loss_of_a_user)
     register_loss_aggregation("user_root")(root_mean)
     masks = [STEP.loss_mask[document] for document in STEP.documents]
-    totals, counts, prompt_counts = count_step(masks, STEP_PROMPTS)
+    totals, counts, prompt_counts, _ = count_step(masks, STEP_PROMPTS)
     divisor = 8.0 if mode == "constant" else None
 
     def weights(samples):

@@ -13,12 +13,12 @@ from host_emulator import EmulatedHost
 
 from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.hosts.args import TOTALS_OF_HOST, HostLaunch, host_named
 from megatron_rl.hosts.loss import sample_weights
 from megatron_rl.hosts.rewards import HostRollouts, reward_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
-from megatron_rl.step_counts import StepTotals
 
 # As LAYOUT says: cp 2, dp 2, 3 micro-batches. Nothing is launched over these groups.
 OF_TWO, OF_FOUR = (SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4))

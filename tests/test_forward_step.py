@@ -12,13 +12,13 @@ from helpers import error_of, pool_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.step_counts import StepTotals
 
 pytestmark = pytest.mark.megatron
 

@@ -31,13 +31,13 @@ from trainer_cases import (
 )
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, check_head, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 
 pytestmark = pytest.mark.megatron

@@ -98,8 +98,8 @@ def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool,
 
 def refused_on_rank(rank):
     """What a trainer says at start, and a loop of one's own whose config was changed later, through scale_for_schedule."""
+    from megatron_rl.count import StepTotals
     from megatron_rl.megatron.schedule import scale_for_schedule
-    from megatron_rl.step_counts import StepTotals
 
     config = transformer_config(**SIZES, num_moe_experts=4, moe_ffn_hidden_size=32, calculate_per_token_loss=True)
     step = {"totals": StepTotals(1, None, 1), "num_local_tokens": 1, "groups": resolve_groups()}

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, TermScore
+from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
@@ -48,7 +49,6 @@ from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput, loss_of_log_probs
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing import oracle
 
 REGISTERED = [

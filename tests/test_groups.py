@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers import error_of
 from trainer_cases import CP, PP, TP
 
+from megatron_rl.count import count_step
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import (
@@ -24,7 +25,6 @@ from megatron_rl.layout.groups import (
     resolve_groups,
     world_group,
 )
-from megatron_rl.step_counts import count_step
 from megatron_rl.testing.ranks import run_ranks
 
 # Arguments of initialize_model_parallel on 4 ranks -> all groups of each kind, by hand; tp varies first, then cp, dp

@@ -20,13 +20,13 @@ from conftest import ROOT
 from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics.further import ROLLOUT_METRICS
 from megatron_rl.metrics.policy import METRICS, Reduction
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
 from megatron_rl.testing.layout_step import POLICY_VERSION, LayoutModel, row_length
 from megatron_rl.testing.reference import (

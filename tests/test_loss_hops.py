@@ -18,8 +18,8 @@ from linear_cases import head_batch, run
 import megatron_rl
 from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import count_step
 from megatron_rl.policy_loss import linear_grpo_loss, policy_loss
-from megatron_rl.step_counts import count_step
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel
@@ -112,7 +112,7 @@ def run_head() -> None:
 
 def weigh_step() -> None:
     masks = s_masks()
-    totals, counts, _ = count_step(masks)
+    totals, counts, _, _ = count_step(masks)
     sample_token_weights("sample_mean", counts, totals)
 
 

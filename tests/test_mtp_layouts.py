@@ -16,6 +16,7 @@ from test_expert_layouts import EXPERTS, LATENT, OF_THE_FIELD, error_of_whole, w
 from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.megatron import head, multi_token, router_losses
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
@@ -23,7 +24,6 @@ from megatron_rl.megatron.forward_step import PolicyForwardStep, check_contract
 from megatron_rl.megatron.model import find_output_layer, transformer_config
 from megatron_rl.megatron.probe import megatron_version
 from megatron_rl.megatron.samples import count_further_tokens
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.invariance import Layout, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel, StepSample, make_step_batches, row_length
 from megatron_rl.testing.reference import (

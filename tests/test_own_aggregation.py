@@ -19,12 +19,12 @@ from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.args import read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.validation import Settings as ValidatedSettings
 from megatron_rl.validation import find_problems

@@ -12,13 +12,13 @@ import torch
 from helpers import error_of, pool_of
 from trainer_cases import CP, PP, TP, VPP, tiny_trainer
 
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron import probe
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.probe import probe_schedule, run_one_parameter
 from megatron_rl.megatron.schedule import delivered_factor, microbatch_multiple, scale_for_schedule
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import trainer as trainer_module
 
 # Float32 holds 24 bits, and each number below goes through at most ten operations.

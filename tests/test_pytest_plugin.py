@@ -16,8 +16,8 @@ import torch
 from helpers import ROOT, let_time_run_out, pool_of
 
 from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parallel_log_probs
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing import loss_property
 from megatron_rl.testing.invariance import Layout
 from megatron_rl.testing.ranks import RankError, RankPool

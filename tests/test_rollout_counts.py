@@ -12,7 +12,6 @@ from helpers import counted_collectives, error_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_rl.step_counts as counts_module
 from megatron_rl.aggregation import (
     get_loss_aggregation,
     loss_aggregation_names,
@@ -22,8 +21,8 @@ from megatron_rl.aggregation import (
     weigh_tokens,
 )
 from megatron_rl.aggregation_record import Formula
+from megatron_rl.count import RolloutCounts, StepTotals, count_step
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 from megatron_rl.testing.ranks import run_ranks
 
 # Rows of a step: A and B answer prompt a, C and D prompt b. R = 4, P = 2, T = 15; M_A = 6, M_B = 3, M_C = 6, M_D = 0.
@@ -89,7 +88,7 @@ def test_the_regularizers_weigh_each_rollout_the_same():
 
 
 def test_rows_as_samples_weigh_as_before():
-    totals, tokens, _ = count_step(None, PROMPTS, token_counts=TOKENS)
+    totals, tokens, _, _ = count_step(None, PROMPTS, token_counts=TOKENS)
     weights = sample_token_weights("sample_mean", tokens, totals).double().tolist()
     assert sum(w * m * value for w, m, value in zip(weights, TOKENS, LOSSES, strict=True)) == pytest.approx(3.0, rel=1e-7)
 
@@ -113,45 +112,42 @@ class Part(NamedTuple):
 PLACES = ([0, 3, 5, 6], [1, 2, 4])
 
 
-def count_over_ranks(rank, parts, gathered_rows):
+def count_over_ranks(rank, parts):
     group = dist.group.WORLD
     own, is_culprit = parts[rank], rank == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counts_module, "GATHERED_ROWS", gathered_rows)
-        with counted_collectives() as with_rollouts:
-            step = own.count(group)
-        with counted_collectives() as with_prompts:
-            count_step(None, own.prompts, group, token_counts=own.tokens)
-        assert [name for name, *_ in with_rollouts] == [name for name, *_ in with_prompts], "a collective more"
-        alone = count_step(None, None, group, token_counts=own.tokens, rollout_ids=own.rollouts)
-        # A rank without samples may give ids, or none, whatever the others do.
-        without = count_step(None, own.prompts, group, token_counts=own.tokens, rollout_ids=None if own.tokens else [])
-        assert without[0] == StepTotals(7, 2, 15)
-        ids = own.rollouts or None
-        assert count_step(None, own.prompts, group, token_counts=own.tokens, rollout_ids=ids)[0] == step[0]
-        # A has two rows and is one rollout: prompt a has two, as prompt b has.
-        assert own.count(group, samples_per_prompt=2)[0] == step[0]
-        errors = [
-            error_of(call)
-            for call in (
-                lambda: own.count(group, samples_per_prompt=3),
-                # The second rank says that its rows of A answer prompt b.
-                lambda: own._replace(prompts=["b" if name == "A" and is_culprit else "a" for name in own.rollouts]).count(group),
-                lambda: own._replace(rollouts=own.rollouts[is_culprit:]).count(group),
-                lambda: own._replace(prompts=[*map(str, range(len(own.prompts)))]).count(group) if is_culprit else own.count(group),
-                lambda: own._replace(rollouts=None).count(group) if is_culprit else own.count(group),
-            )
-        ]
-        assert own.count(group)[0] == step[0], "ranks out of step"
+    with counted_collectives() as with_rollouts:
+        step = own.count(group)
+    with counted_collectives() as with_prompts:
+        count_step(None, own.prompts, group, token_counts=own.tokens)
+    assert [name for name, *_ in with_rollouts] == [name for name, *_ in with_prompts], "a collective more"
+    alone = count_step(None, None, group, token_counts=own.tokens, rollout_ids=own.rollouts)
+    # A rank without samples may give ids, or none, whatever the others do.
+    without = count_step(None, own.prompts, group, token_counts=own.tokens, rollout_ids=None if own.tokens else [])
+    assert without[0] == StepTotals(7, 2, 15)
+    ids = own.rollouts or None
+    assert count_step(None, own.prompts, group, token_counts=own.tokens, rollout_ids=ids)[0] == step[0]
+    # A has two rows and is one rollout: prompt a has two, as prompt b has.
+    assert own.count(group, samples_per_prompt=2)[0] == step[0]
+    errors = [
+        error_of(call)
+        for call in (
+            lambda: own.count(group, samples_per_prompt=3),
+            # The second rank says that its rows of A answer prompt b.
+            lambda: own._replace(prompts=["b" if name == "A" and is_culprit else "a" for name in own.rollouts]).count(group),
+            lambda: own._replace(rollouts=own.rollouts[is_culprit:]).count(group),
+            lambda: own._replace(prompts=[*map(str, range(len(own.prompts)))]).count(group) if is_culprit else own.count(group),
+            lambda: own._replace(rollouts=None).count(group) if is_culprit else own.count(group),
+        )
+    ]
+    assert own.count(group)[0] == step[0], "ranks out of step"
     return step, alone, errors
 
 
-@pytest.mark.parametrize("gathered_rows", [pytest.param(65536, id="gathered"), pytest.param(0, id="by owners")])
 @pytest.mark.parametrize("size", [2, 3])
-def test_rows_of_a_rollout_lie_on_several_ranks(size, gathered_rows):
+def test_rows_of_a_rollout_lie_on_several_ranks(size):
     """As one process counts them, in as many collectives as prompts alone need; all ranks raise together."""
     places = [*PLACES, []][:size]
-    found = run_ranks(count_over_ranks, size, [Part.of(of_rank) for of_rank in places], gathered_rows, use_megatron=False)
+    found = run_ranks(count_over_ranks, size, [Part.of(of_rank) for of_rank in places], use_megatron=False)
     whole = count_step(None, PROMPTS, token_counts=TOKENS, rollout_ids=ROLLOUTS)
     of_pairs = {rank: "rollout 'A' has samples of two prompts" for rank in (0, 1)} | {2: "a rollout of other data-parallel ranks"}
     for rank, (step, alone, errors) in enumerate(found):
@@ -172,12 +168,9 @@ def test_a_rollout_of_two_prompts_on_one_rank_is_named():
         count_step(None, ["a", "b"], token_counts=[1, 1], rollout_ids=["A", "A"])
 
 
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=12),
-    owners=st.booleans(),
-)
+@given(rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=12))
 @settings(max_examples=60, derandomize=True, database=None)
-def test_any_step_is_counted_as_a_loop_counts_it(rows, owners):
+def test_any_step_is_counted_as_a_loop_counts_it(rows):
     """rows: (rollout, prompt of the first row of the rollout, tokens)."""
     prompt_of: dict[int, int] = {}
     rows = [(rollout, prompt_of.setdefault(rollout, prompt), tokens) for rollout, prompt, tokens in rows]
@@ -200,7 +193,7 @@ def test_any_step_is_counted_as_a_loop_counts_it(rows, owners):
 def test_a_rollout_of_one_sample_weighs_as_a_sample(aggregation):
     """Bitwise, with ids and without."""
     with_ids = count_step(None, PROMPTS, token_counts=TOKENS, rollout_ids=range(7))
-    totals, tokens, prompt_tokens = count_step(None, PROMPTS, token_counts=TOKENS)
+    totals, tokens, prompt_tokens, _ = count_step(None, PROMPTS, token_counts=TOKENS)
     assert with_ids[0] == StepTotals(7, 2, 15, 7) and torch.equal(with_ids[3].tokens, tokens)
     divisor = DIVISORS.get(aggregation)
     weights = sample_token_weights(aggregation, tokens, totals, prompt_token_counts=prompt_tokens, divisor=divisor)
@@ -209,7 +202,7 @@ def test_a_rollout_of_one_sample_weighs_as_a_sample(aggregation):
 
 @pytest.mark.parametrize("ids", [None, PROMPTS])
 def test_without_ids_of_rollouts_nothing_more_is_sent(ids):
-    """7 numbers of 8 bytes, and 3 for each prompt."""
+    """6 numbers of 8 bytes, and 2 for each sample."""
 
     def shapes(rank):
         with counted_collectives() as made:
@@ -218,7 +211,7 @@ def test_without_ids_of_rollouts_nothing_more_is_sent(ids):
         return [(name, shape) for name, shape, _ in made]
 
     for made in run_ranks(shapes, 2, use_megatron=False):
-        assert made == [("all_gather", (7,)), *([] if ids is None else [("all_gather", (2, 3))])]
+        assert made == [("all_gather", (6,)), *([] if ids is None else [("all_gather", (7, 2))])]
 
 
 COUNTS = RolloutCounts(torch.tensor(TOKENS_OF_ROLLOUT), torch.tensor(ROWS_OF_ROLLOUT))
@@ -229,7 +222,7 @@ REFUSED = [  # error, message, totals, tokens and rows of rollouts
     (DataError, r"rollout_token_counts \(2,\) must have one entry a sample", TOTALS, COUNTS.tokens[:2], None),
     (
         DataError,
-        "are below token_counts .*: a rollout holds .* fourth result",
+        "are below token_counts .*: a rollout holds .* the same count_step",
         TOTALS,
         COUNTS.tokens - 5 * (COUNTS.tokens > 5),
         None,

@@ -125,8 +125,8 @@ from megatron_rl.policy_loss import policy_loss
 def plain(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     return -torch.exp(log_ratio) * advantages
 
-totals, tokens, prompt_tokens = count_step([torch.ones(4)], ["a"])
-weights = sample_token_weights("prompt_mean", tokens, totals, prompt_token_counts=prompt_tokens * 1)
+totals, tokens, prompt_tokens, _ = count_step([torch.ones(4)], ["a"])
+weights = sample_token_weights("prompt_mean", tokens * 1, totals, prompt_token_counts=prompt_tokens)
 logits, labels, bounds = torch.randn(4, 8), torch.arange(4), torch.tensor([0, 4])
 log_probs = vocab_parallel_log_probs(logits, labels).detach()
 mask = torch.ones(4, dtype=torch.bool)

@@ -402,7 +402,7 @@ def test_masks_on_the_device_are_counted_with_one_look_for_all(prompt_ids):
     with simulated_cuda() as seen:
         moved = [mask.to("cuda") for mask in masks]
         seen.clear()
-        totals, counts, prompt_counts = count_step(moved, prompt_ids, SINGLE)
+        totals, counts, prompt_counts, _ = count_step(moved, prompt_ids, SINGLE)
         assert [(event.kind, event.file) for event in seen] == [(LOOK, COUNTING)]
         on_device = counts.to("cuda")
         seen.clear()
@@ -437,7 +437,7 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
 
 GENERATION, SUMS = "megatron_rl/train/generation.py", "megatron_rl/train/trainer.py"
 RESPONSES = "megatron_rl/megatron/responses.py"
-COUNTING, FINITE, METRICS = "megatron_rl/step_counts.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics/step.py"
+COUNTING, FINITE, METRICS = "megatron_rl/count.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics/step.py"
 GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
 
 

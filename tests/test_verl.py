@@ -27,13 +27,13 @@ from host_checkouts import VERL
 from verl_cases import ActorConfig, Case
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.declare import POLICY_LOSSES, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, model_notes, verl, verl_loss, verl_plugin, verl_step
 from megatron_rl.hosts.choice import value_at
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.step_counts import StepTotals
 
 TOLERANCE = 1e-5
 ROLLOUT_TOLERANCE = 1e-6  # float32 numbers against a float64 step

@@ -22,13 +22,13 @@ from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.contract import Replaced
 from megatron_rl.hosts.flags import clip_of_loss, validated, with_host_values
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.layout.groups import Group
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"

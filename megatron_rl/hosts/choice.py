@@ -15,6 +15,7 @@ from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import read_number
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, flag_fields
+from megatron_rl.count import StepTotals
 from megatron_rl.declare import PolicyLoss, get_policy_loss, is_finite_number, policy_loss_names
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, is_proportional, step_line
@@ -22,7 +23,6 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.losses.kl import get_kl_estimator
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import Settings
 from megatron_rl.validation.own_functions import own_function_problems
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import get_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import RolloutCounts, StepTotals
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.run import ranks_in_words
@@ -23,7 +24,6 @@ from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import PolicyLossOutput, loss_of_log_probs
-from megatron_rl.step_counts import RolloutCounts, StepTotals
 from megatron_rl.validation.advice import numbers_in_words
 
 # Our setting that says that each rollout is one row.

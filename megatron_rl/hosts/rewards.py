@@ -29,11 +29,11 @@ from torch import Tensor
 
 from megatron_rl.aggregation import get_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals, count_step
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import REWARD_LINE, Host, HostLaunch, names_ours, read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.step_counts import StepTotals, count_step
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.
 DEVIATION_FLOOR = 1e-6
@@ -171,14 +171,14 @@ def count_rollouts(
 ) -> HostCounts:
     """Raises DataError as count_step does. A prompt group is complete when its rollouts are there."""
     positions = positions_of(rollouts)
-    totals, rollout_tokens, prompt_tokens = count_step(
+    totals, rollout_tokens, prompt_tokens, _ = count_step(
         [torch.cat([masks[position] for position in of_one]) for of_one in positions.values()],
         None if prompts is None else [prompts[of_one[0]] for of_one in positions.values()],
         SINGLE,
         samples_per_prompt=samples_per_prompt,
         allow_partial_prompt_groups=config.allow_partial_prompt_groups,
     )
-    _, tokens, _ = count_step(masks, None, SINGLE)
+    tokens = count_step(masks, None, SINGLE).token_counts
     row_of = {rollout: row for row, rollout in enumerate(positions)}
     rows = torch.tensor([row_of[rollout] for rollout in rollouts])
     num_rows = torch.zeros_like(rollout_tokens).index_add_(0, rows, (tokens > 0).long())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import Backend
+from megatron_rl.count import StepTotals, count_step
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.dense_rows import refuse_nonfinite
@@ -24,7 +25,6 @@ from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.settings import LossKeywords
-from megatron_rl.step_counts import StepTotals, count_step
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
 PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_prompts"
@@ -150,7 +150,8 @@ def count_prompts(data: Any) -> None:
     columns = data.batch
     ids, is_prompt = columns["input_ids"].cpu(), columns["prompt_mask"].bool().cpu()
     prompts = [str(row[kept].tolist()) for row, kept in zip(ids, is_prompt, strict=True)]
-    totals, _, prompt_counts = count_step(None, prompts, token_counts=loss_mask_of(columns).sum(-1).cpu())
+    totals, _, prompt_counts, _ = count_step(None, prompts, token_counts=loss_mask_of(columns).sum(-1).cpu())
+    assert prompt_counts is not None  # of the prompts that were given
     columns[PROMPT_TOKENS] = prompt_counts.to(columns["input_ids"].device)
     data.meta_info[NUM_PROMPTS] = totals.num_prompts
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
+from megatron_rl.count import count_step
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.step_counts import count_step
 
 TRAINER = "skyrl.train.trainer"
 METHODS = {
@@ -79,8 +79,9 @@ def factors_of(aggregation: str, token_counts: Tensor, trajectories: list[int], 
         totals, counts, _, rollouts = count_step(None, None, SINGLE, token_counts=token_counts, rollout_ids=trajectories)
     except EmptyStep:
         return torch.ones(len(token_counts))
+    assert rollouts is not None  # of the ids that were given
     of_rollouts = {"rollout_token_counts": rollouts.tokens, "rows_of_rollout": rollouts.rows}
     wanted = weigh_tokens(aggregation, counts, totals, divisor=divisor, **of_rollouts)
-    plain, _, _ = count_step(None, None, SINGLE, token_counts=token_counts)
+    plain = count_step(None, None, SINGLE, token_counts=token_counts).totals
     given = weigh_tokens(DIVIDED_BY.get(aggregation, aggregation), counts, plain, divisor=divisor)
     return torch.where(counts > 0, wanted / given, 1.0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.count import RolloutCounts, StepTotals, count_step
 from megatron_rl.errors import ConfigError, DataError, EmptyStep, GroupSizeError
 from megatron_rl.hosts.choice import Launch, value_at
 from megatron_rl.hosts.dense_rows import ONE_SAMPLE, RowCounts
@@ -22,7 +23,6 @@ from megatron_rl.hosts.model_notes import check_model
 from megatron_rl.hosts.verl import ACCEPT_PARTIAL_GROUPS, CONTRACT, ENGINES, PREFIX, PROBED, ROLLOUT, is_ours
 from megatron_rl.hosts.verl_loss import RUNS
 from megatron_rl.layout.groups import Group
-from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 UID, SESSION, MASK = "uid", "session_id", "response_mask"
 # How the uid begins of rows that verl adds so that ranks and mini-batches have equal numbers of rows. No count includes them.
@@ -88,12 +88,9 @@ def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any
     columns[:, 0] = own
     of_prompts, of_rollouts = None, None
     try:
-        if uids is None or sessions is None:
-            totals, _, of_prompts = count_step(None, prompts, dp_group, token_counts=own[kept], **sizes)
-        else:
-            rollouts = [f"{uids[row]}_{sessions[row]}" for row in kept]
-            counts = count_step(None, prompts, dp_group, token_counts=own[kept], rollout_ids=rollouts, **sizes)
-            totals, _, of_prompts, of_rollouts = counts
+        rollouts = None if uids is None or sessions is None else [f"{uids[row]}_{sessions[row]}" for row in kept]
+        counts = count_step(None, prompts, dp_group, token_counts=own[kept], rollout_ids=rollouts, **sizes)
+        totals, _, of_prompts, of_rollouts = counts
     except EmptyStep:  # on all ranks: verl trains on it, and each weight is 0
         totals = StepTotals(num_samples=1, num_prompts=1, num_tokens=1, num_rollouts=None if sessions is None else 1)
     except GroupSizeError as error:

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import Group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.attention import remember_document_bounds
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
-from megatron_rl.step_counts import StepTotals
 
 __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
 # In the place of a token's experts: it has no route.

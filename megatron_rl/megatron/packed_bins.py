@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -26,7 +27,6 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens, unweighted
 from megatron_rl.metrics.step import step_metrics
-from megatron_rl.step_counts import StepTotals
 
 # By row index before packing: the prompt, or the rollout. None: a row of padding.
 NameOfRow = Sequence[int | str | None]

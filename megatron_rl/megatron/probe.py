@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group, resolve_groups
 from megatron_rl.megatron.hybrid_schedule import data_of_rounds
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
-from megatron_rl.step_counts import StepTotals
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterAuxLoss
+from megatron_rl.count import StepTotals, count_step
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import needs_rollout_log_probs
-from megatron_rl.step_counts import StepTotals, count_step
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -105,9 +105,7 @@ def weigh_samples(
         allow_partial_prompt_groups=config.allow_partial_prompt_groups,
         rollout_ids=rollout_ids_of(samples),
     )
-    totals, counts, prompt_counts = counted[:3]
-    # A rank without samples has ids of none, whatever the others have.
-    rollouts = counted[3] if len(counted) == 4 and totals.num_rollouts is not None else None
+    totals, counts, prompt_counts, rollouts = counted
     weights = sample_token_weights(
         config.loss_aggregation,
         counts,

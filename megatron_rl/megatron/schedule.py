@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import GradientDivisor, Route
+from megatron_rl.count import StepTotals, check_totals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.step_counts import StepTotals, check_totals
 from megatron_rl.validation.auxiliary_losses import router_loss_problems
 
 if TYPE_CHECKING:

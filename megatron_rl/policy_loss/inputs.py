@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_rl.count import check_counts
 from megatron_rl.declare import PolicyLoss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, all_reduce_sum
@@ -21,7 +22,6 @@ from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import Correction, CorrectionSettings
 from megatron_rl.policy_loss.settings import LossKeywords
-from megatron_rl.step_counts import check_counts
 
 # Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
 ADVANTAGE_VARIATION = 1e-5

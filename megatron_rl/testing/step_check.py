@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
@@ -30,7 +31,6 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import MULTIPLE_TOLERANCE, Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (

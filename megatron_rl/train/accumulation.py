@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepCounts, count_step
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import (
     SINGLE,
@@ -47,7 +47,6 @@ from megatron_rl.layout.groups import (
     world_group,
 )
 from megatron_rl.rollout_groups import Sample, rollouts_of
-from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class AccumulatedStep:
         samples_per_prompt: int | None = None,
         allow_partial_prompt_groups: bool = False,
         rollout_ids: Sequence[int | str] | None = None,
-    ) -> tuple[StepTotals, Tensor, Tensor | None] | tuple[StepTotals, Tensor, Tensor | None, RolloutCounts]:
+    ) -> StepCounts:
         """count_step of the samples (their loss_mask and prompt_id): all denominators of the step.
 
         Communication and errors: those of count_step. Raises DataError too where the numbers of samples differ.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay, TermScore
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
@@ -35,7 +36,6 @@ from megatron_rl.megatron.samples import (
 )
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, Sampler, SamplingSettings
 from megatron_rl.train.hf_model import HFModel

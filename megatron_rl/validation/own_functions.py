@@ -15,12 +15,12 @@ from torch import Tensor
 from megatron_rl.aggregation import AGGREGATIONS, weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, correct
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator, KLValue, kl_estimate
 from megatron_rl.policy_loss.reduce_torch import evaluate
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.routes import Settings
 
 # The rest of a loop over vectors may round in another way, so that few elements show nothing: 64 are four rests of 16. A half of
