@@ -484,7 +484,7 @@ def test_a_replay_counts_where_nemo_rl_can_do_it(has_mask, monkeypatch):
         (
             "nemo_rl/algorithms/grpo.py",
             "global_valid_seqs",
-            "count",
+            "step_counts",
             "ClippedPGLossFn.__call__ takes .*step_counts.*grpo.py:4\\)",
         ),
         ("nemo_rl/algorithms/grpo.py", "def _create", "def create", "_create_advantage_estimator is missing"),
