@@ -37,13 +37,6 @@ class CorrectionLevel(StrEnum):
     SEQUENCE_SUM = "sequence_sum"
 
 
-class TermScore(StrEnum):
-    """Where a sampler's kept ids are given: over what a term is; for the KL term log-probabilities of both sides."""
-
-    FULL = "full"
-    SUPPORT = "support"
-
-
 class SupportUse(StrEnum):
     """What is done with the ids that a sampler kept, where samples come with them."""
 
@@ -148,12 +141,8 @@ class PolicyLossConfig:
     """The estimate of KL(policy, reference): a registered estimator, or module.function."""
     sampling_support: str | None = None
     """Samples with kept ids of a sampler: replay: scores are over them; refuse: an error. None: train replays, a host refuses."""
-    kl_score: str = TermScore.FULL
-    """Over what the KL term's scores are, the reference's too: full (the vocabulary), support (kept ids)."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy, averaged by sample_mean and subtracted from the loss; 0 computes nothing."""
-    entropy_score: str = TermScore.FULL
-    """Over what the entropy is, also as metric: full (the vocabulary), support (kept ids)."""
     policy_metrics: str = PolicyMetrics.BASIC
     """Which metrics are computed: none, basic, with_entropy."""
     policy_loss_backend: str = Backend.AUTO

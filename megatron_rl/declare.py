@@ -365,7 +365,7 @@ def register_policy_loss(
     needs: further vectors by keyword, constants for the gradient; [T], and at level "sequence" [N]:
         "rollout_log_probs", "ref_log_probs": as the caller passes them, at level "sequence" their means. A call without is refused.
         "token_counts": m_i, the unmasked tokens of the sample over all cp ranks.
-        "entropy": of the trained policy at the token, in nats, over what entropy_score says; at level "sequence" its mean. A call
+        "entropy": of the trained policy at the token, in nats; at level "sequence" its mean. A call
         that has log-probabilities and no logits is refused.
         "mean_log_ratio": at level "token" the sample's mean of log_ratio over all cp ranks. Such a loss has no twin.
     parameters: numbers by keyword.

@@ -28,21 +28,6 @@ class SetSample(DenseSample):
     kept: list[list[int]] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SetSettings(DenseSettings):
-    """Whether ref and the KL term, and the entropy, are over all ids ("full"), or over the kept ones ("support")."""
-
-    kl_score: str = "full"
-    entropy_score: str = "full"
-
-
-@dataclass(frozen=True)
-class SetScores(Scores):
-    """kept_mass: the probability of the kept ids; None: all are kept."""
-
-    kept_mass: Tensor | None = None
-
-
 def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
     """log pi(label) where the sampler draws from the kept ids alone: -log sum_{k kept} exp(x_k - x_label)."""
     return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
@@ -51,20 +36,16 @@ def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], a
 def scores_over(
     logits: Tensor,  # [T, V], of the unmasked tokens
     labels: Sequence[int],
-    settings: SetSettings,
+    settings: DenseSettings,
     kept: Sequence[Sequence[int]],  # empty: all ids
-) -> SetScores:
+) -> Scores:
     scores = scores_of(logits, labels, settings)
     full, entropy = scores.log_probs, scores.entropy
     if not kept:
-        return SetScores(full, entropy, full)
+        return Scores(full, entropy, full)
     rows = torch.log_softmax(logits.double() / settings.temperature, -1)
     new = torch.stack([over_kept(*of_token) for of_token in zip(rows, kept, labels, strict=True)])
-    if settings.entropy_score == "support":
-        of_kept = [row[ids].log_softmax(0) for row, ids in zip(rows, kept, strict=True)]
-        entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
-    mass = torch.stack([row[ids].exp().sum() for row, ids in zip(rows, kept, strict=True)]).detach()
-    return SetScores(new, entropy, full if settings.kl_score == "full" else new, mass)
+    return Scores(new, entropy, new)
 
 
 @dataclass(frozen=True)
@@ -79,7 +60,7 @@ class DenseResult:
     num_unmasked: int
 
 
-def dense_step(samples: Sequence[SetSample], logits: Tensor, settings: SetSettings) -> DenseResult:
+def dense_step(samples: Sequence[SetSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
     """logits: [all tokens of all samples, V], in order."""
     leaf = logits.double().detach().requires_grad_()
     is_live = torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)
@@ -141,9 +122,10 @@ def dense_metrics(terms: StepTerms) -> dict[str, float]:
         "min_advantage": float(advantages.min()),
         "entropy": mean(terms.scores.entropy),
     }
-    if terms.scores.kept_mass is not None:
-        num_kept = [len((terms.samples[i].kept or [])[t]) for i, t in zip(terms.owners, terms.places, strict=True)]
-        found |= {"kept_ids": mean(torch.tensor(num_kept)), "outside_support": 0, "kept_mass": mean(terms.scores.kept_mass)}
+    kept = [sample.kept for sample in terms.samples if isinstance(sample, SetSample) and sample.kept is not None]
+    if kept:
+        num_kept = [len(kept[i][t]) for i, t in zip(terms.owners, terms.places, strict=True)]
+        found |= {"kept_ids": mean(torch.tensor(num_kept)), "outside_support": 0}
     if settings.correction == "none" and settings.sequence_delta is None:
         return found
     low, high = terms.bounds

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dense_results import SetSample, SetSettings, over_kept
+from dense_results import SetSample, over_kept
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
@@ -22,8 +22,8 @@ from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.losses.corrections import correction_names, get_correction
-from megatron_rl.losses.kl import get_kl_estimator, kl_estimator_names
-from megatron_rl.testing.oracle import USUAL_BOUNDS
+from megatron_rl.losses.kl import kl_estimator_names
+from megatron_rl.testing.oracle import USUAL_BOUNDS, DenseSettings
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
 CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows
@@ -148,7 +148,7 @@ class Case:
     shape: str
     split: Split
     door: Door
-    settings: SetSettings
+    settings: DenseSettings
     per: str  # what advantages are given for: "sample" or "token"
     has_importance: bool
     is_on_policy: bool
@@ -174,8 +174,7 @@ class Case:
         if settings.kl_coefficient:
             terms += [settings.kl_estimator]
         if self.kept != "all":
-            terms += [f"kept {self.kept}", f"{settings.kl_score} KL" if settings.kl_coefficient else ""]
-            terms += [f"{settings.entropy_score} entropy"]
+            terms += [f"kept {self.kept}"]
         if self.rollouts != "samples":
             terms += [f"rollouts: {self.rollouts}"]
         return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.door}"
@@ -207,7 +206,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
     usual = decks.draw("has usual bounds", [True, False, False])
     has_usual = usual and (kind, level) in USUAL_BOUNDS
     low, high = (math.nan, math.nan) if loss.clip_ratios is None else CLIP
-    settings = SetSettings(
+    settings = DenseSettings(
         loss=name,
         low=low,
         high=high,
@@ -243,9 +242,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
 
 def with_sets(case: Case, decks: Decks) -> Case:
     """Decks of their own, so that the other axes are dealt as without."""
-    settings, kept = replace(case.settings, kl_score=decks.draw("KL score", ["full", "support"])), ["all", *KEPT]
-    settings = replace(settings, entropy_score=decks.draw("entropy score", ["support", "full", "support"]))
-    return replace(case, settings=settings, kept=decks.draw("kept", kept))
+    return replace(case, kept=decks.draw("kept", ["all", *KEPT]))
 
 
 def with_rollouts(case: Case, decks: Decks) -> Case:
@@ -274,10 +271,6 @@ def possible(case: Case) -> Case:
     if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
         split = replace(split, microbatches=1, contexts=split.contexts[:1])
     kept = "all" if door.head == "log_probs" else case.kept
-    if get_kl_estimator(settings.kl_estimator).takes_log_ratio or kept == "all":
-        settings = replace(settings, kl_score="full" if kept == "all" else "support")
-    if kept == "all":
-        settings = replace(settings, entropy_score="full")
     return replace(case, settings=settings, split=split, metrics=metrics, kept=kept)
 
 

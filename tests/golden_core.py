@@ -101,7 +101,7 @@ def options_of(given: Given, groups, regularizer: Tensor) -> dict:
     if case.extra == "importance weights":
         options["importance_weights"] = vectors["importance"]
     if case.kept != "all ids":
-        options |= {"sampling_support": SamplingSupport.from_lists(given.kept), "kl_score": "support"}
+        options["sampling_support"] = SamplingSupport.from_lists(given.kept)
     if case.route != "log-probabilities":
         options |= {"temperature": temperature_of(case), "vocab_size": VOCABULARY}
     return options
@@ -139,7 +139,6 @@ def loss_on_rank(given: Given, groups, weights: Tensor, regularizer: Tensor) -> 
     if case.metrics == "none":
         return found, {}
     metrics = step_metrics([output.metrics], groups, has_entropy=case.metrics == "with_entropy")
-    metrics.pop("policy/kept_mass", None)  # of the whole vocabulary beside kept ids
     return found, metrics
 
 

@@ -233,9 +233,8 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         has_companion = "custom_reward_post_process_path" in settings
         weight = 1.0 / (case.num_rollouts * DIVISOR) if args.loss_aggregation == "constant" and not has_companion else mean
         index = torch.tensor(tokens)
-        rows, labels = leaf[sample.prompt - 1 + index], sample.tokens[sample.prompt + index]
+        rows = leaf[sample.prompt - 1 + index]
         new, entropies = sample.scores(rows, tokens), loop_entropy(rows, temperature=TEMPERATURE)
-        full = loop_log_probs(rows, labels, temperature=TEMPERATURE)
         recorded = {key: [float(sample.values[key][j]) for j in tokens] for key in sample.values}
         old = recorded["rollout_log_probs"] if settings.get("use_rollout_logprobs") else recorded["log_probs"]
         if "log_probs" in case.without and not settings.get("use_rollout_logprobs"):
@@ -264,7 +263,6 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
             sums["train_rollout_kl"] += mean * (math.exp(back) - back - 1)
             if sample.kept is not None:
                 sums["kept_ids"] += mean * len(sample.kept[tokens[k]])
-                sums["kept_mass"] += mean * math.exp(float(full[k].detach() - new[k].detach()))
     loss = sums["pg_loss"] - settings.get("entropy_coef", 0.0) * sums["entropy_loss"]
     if settings.get("use_kl_loss"):
         loss = loss + settings["kl_loss_coef"] * sums["kl_loss"]

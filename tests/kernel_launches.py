@@ -106,8 +106,8 @@ def rescale(gradient: Tensor) -> None:
 
 def sparse_head(dtype: torch.dtype, *, hidden_size: int = 4096, num_pairs: int = 65536) -> None:
     """The products of pairs and both gradients. Only their host numbers count."""
-    from megatron_rl.ops.sparse_head import Pairs
-    from megatron_rl.ops.support_head import pair_kernels
+    from megatron_rl.ops.linear_log_probs import pair_kernels
+    from megatron_rl.ops.support import Pairs
 
     kernels, rows = pair_kernels(resolve_backend("auto", column(1))), column(ROWS, torch.int64)
     numbers = (column(num_pairs, torch.int64) for _ in range(3))

@@ -140,9 +140,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("sapo_temperature_positive", 1.0),
         *each("sampling_support", [[0]] * 5, *(SamplingSupport.from_lists(sets) for sets in ([[0]] * 4, [[0]] * 4 + [[]]))),
         *each("sampling_support", *(SamplingSupport.from_lists([[0, 2]] * 4 + [ids]) for ids in ([1, 2], [0, 2, 2], [0, 4]))),
-        *each("kl_score", "sampler", "support"),
-        *each("entropy_score", "sampler", "support"),
-        {"kl_estimator": "unbiased", "sampling_support": KEPT, **WITH_KL},
     ],
     loss_of_hidden: [
         *each("hidden", torch.zeros(5, 1, 6)),
@@ -170,7 +167,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("sampling_support", [[0]] * 5, SamplingSupport.from_lists([[0, 2]] * 4 + [[]])),
         {"sampling_support": KEPT, "hidden": torch.zeros(5, 6, requires_grad=True)},
         {"sampling_support": KEPT, "temperature": ONES},
-        {"entropy_score": "support", "hidden": torch.zeros(5, 6, requires_grad=True)},
     ],
     log_probs_of_logits: [
         *each("logits", torch.zeros(2, 3, 16), torch.zeros(8, 16, dtype=INT64)),
@@ -181,7 +177,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("vocab_size", 0, 17),
         *each("backend", "cuda"),
         {"backend": "triton", "logits": torch.zeros(8, 16, dtype=DOUBLE)},
-        *each("with_full", True),
         *each("sampling_support", KEPT),
     ],
     correction_of: [

@@ -492,7 +492,6 @@ def test_the_first_step_has_ratio_1_over_kept_ids_and_not_without(host):
     _, metrics, _ = one(case, on_policy)
     # float32 of log-probabilities of 1 to 5 nats
     assert abs(float(metrics["ppo_kl"])) < 1e-6 and float(metrics["train_rollout_logprob_abs_diff"]) < 1e-6
-    assert 0.3 < float(metrics["kept_mass"]) / case.num_rollouts < 0.9
 
     def drop(batch, logits):
         on_policy(batch, logits)

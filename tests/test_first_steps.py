@@ -136,25 +136,11 @@ def announced_on_rank(rank, options, configs) -> list[str]:
     return said.getvalue().splitlines()
 
 
-def test_the_start_line_says_what_is_kept_and_over_what_the_scores_are(pool):
+def test_the_start_line_says_over_what_the_scores_are(pool):
     """The sampler then reports its own scores, so that a loss that compares with it costs no forward."""
-    options, with_kl = {"top_p": 0.8, "steps_per_rollout": 2, "lr": 3e-3}, replace(GRPO, kl_coefficient=0.1)
-    of_sets = replace(with_kl, kl_score="support")
-    with_entropy = replace(of_sets, entropy_coefficient=0.1)
-    configs = [GRPO, with_kl, of_sets, DPPO, with_entropy, replace(with_entropy, entropy_score="support")]
-    [lines] = pool.run(announced_on_rank, options, configs, world_size=1)
-    part = ", top-p 0.8: log-probabilities over the kept ids"
-    same = ", KL over the same"
-    rests = (
-        "",
-        ", KL over the whole vocabulary",
-        same,
-        "",
-        f"{same}, entropy over the whole vocabulary",
-        f"{same}, entropy over the same",
-    )
-    for line, rest in zip(lines, rests, strict=True):
-        assert f"{part}{rest} |" in line
+    options = {"top_p": 0.8, "steps_per_rollout": 2, "lr": 3e-3}
+    [[line]] = pool.run(announced_on_rank, options, [GRPO], world_size=1)
+    assert ", top-p 0.8: log-probabilities over the kept ids |" in line
     assert not reads_old_log_probs(TrainOptions(top_p=0.8), DPPO)
 
 

@@ -40,7 +40,6 @@ class Effect(NamedTuple):
     beside: dict = {}
     is_bf16: bool = False
     has_experts: bool = False
-    has_sets: bool = False
 
 
 # With a loss of the router whose mean over two micro-batches is not the mean over their tokens.
@@ -64,10 +63,8 @@ OF_A_STEP = {
     "importance_correction_high": Effect(1.1, "gradient", TIS),
     "off_policy_sequence_delta": Effect(0.0, "gradient"),
     "kl_coefficient": Effect(0.5, "gradient"),
-    "kl_score": Effect("support", "gradient", {"kl_coefficient": 0.5}, has_sets=True),
     "kl_estimator": Effect("k2", "gradient", {"kl_coefficient": 0.5}),
     "entropy_coefficient": Effect(0.5, "gradient"),
-    "entropy_score": Effect("support", "gradient", {"entropy_coefficient": 0.5}, has_sets=True),
     "policy_metrics": Effect("none", "metrics"),
     "policy_loss_backend": Effect("triton", "kernels"),
     "fused_lm_head_loss": Effect(True, "rows of logits"),
@@ -83,7 +80,7 @@ OF_A_HOST = ("one_sample_per_rollout", "skip_old_log_probs")  # tests/test_packe
 pool = pool_of(1)
 
 
-def step_of(config, is_bf16, has_experts, has_sets):
+def step_of(config, is_bf16, has_experts):
     """What can be seen of one step of two micro-batches."""
     import own_losses
 
@@ -97,7 +94,6 @@ def step_of(config, is_bf16, has_experts, has_sets):
             s,
             ref_log_probs=[value - 0.2 for value in s.old_log_probs],
             rollout_log_probs=[value + 0.3 * (t % 2) - 0.1 for t, value in enumerate(s.old_log_probs)],
-            kept_ids=[list(range(t, t + 60)) for t in s.tokens[-len(s.loss_mask) :]] if has_sets else None,
         )
         for s in old
     ]
@@ -114,9 +110,9 @@ def step_of(config, is_bf16, has_experts, has_sets):
 
 
 @functools.cache
-def step_without(is_bf16, has_experts, has_sets, **beside):
+def step_without(is_bf16, has_experts, **beside):
     """Of settings that several rows share."""
-    return step_of(PolicyLossConfig(**beside), is_bf16, has_experts, has_sets)
+    return step_of(PolicyLossConfig(**beside), is_bf16, has_experts)
 
 
 def steps_on_rank(rank, name):

@@ -34,14 +34,14 @@ from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import Tensor
 
 from megatron_rl.aggregation import loss_aggregation_names
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig, TermScore
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings, correction_names
-from megatron_rl.losses.kl import get_kl_estimator, kl_estimator_names
+from megatron_rl.losses.kl import kl_estimator_names
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
@@ -186,7 +186,7 @@ class Microbatch:
         if case.counts_given:
             options["token_counts"] = torch.tensor([sum(self.step.samples[i].mask) for i in self.samples], dtype=torch.int64)
         if case.kept != "all":
-            options |= {"kl_score": settings.kl_score, "sampling_support": self.support(), "entropy_score": settings.entropy_score}
+            options["sampling_support"] = self.support()
         if case.door.head != "log_probs":
             options |= {"temperature": settings.temperature, "vocab_size": self.step.weight.shape[0]}
         return options
@@ -477,20 +477,11 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
     wanted = {f"policy/{name}": value for name, value in truth.metrics.items()}
     if case.metrics != "with_entropy":
         wanted.pop("policy/entropy", None)
-    if not reads_the_vocabulary(case):
-        wanted.pop("policy/kept_mass", None)
     for answer in answers:
         assert answer.metrics == pytest.approx(wanted, rel=tolerance.metrics, abs=tolerance.metrics)
     pairs = {name: sum(answer.pairs[name] for answer in of_first_tp) for name in of_first_tp[0].pairs}
     for name in pairs.keys() & wanted.keys():
         assert float(pairs[name][0] / pairs[name][1]) == pytest.approx(wanted[name], rel=1e-5, abs=1e-5), name
-
-
-def reads_the_vocabulary(case: Case) -> bool:
-    """Whether a term or a metric does, where sets are given."""
-    settings, needs = case.settings, get_policy_loss(case.loss).needs
-    has_entropy = bool(settings.entropy_coefficient) or "entropy" in needs or case.metrics == "with_entropy"
-    return (has_entropy and settings.entropy_score == "full") or (settings.kl_coefficient > 0 and settings.kl_score == "full")
 
 
 def test_the_steps_are_worth_their_time():
@@ -508,14 +499,6 @@ def test_the_steps_are_worth_their_time():
     assert {(case.loss, case.kept) for case in with_sets} == set(itertools.product(policy_loss_names(), KEPT))
     assert {(case.settings.correction, case.settings.level) for case in with_sets} == set(CORRECTIONS)
     assert {case.settings.aggregation for case in with_sets} == set(loss_aggregation_names())
-    with_kl = {(case.settings.kl_estimator, case.settings.kl_score) for case in with_sets if case.settings.kl_coefficient}
-    of_both = [name for name in kl_estimator_names() if not get_kl_estimator(name).takes_log_ratio]
-    assert with_kl >= set(itertools.product(of_both, TermScore)), "a KL term over the vocabulary, and one over the kept ids"
-    with_entropy = {
-        (case.door.head, case.settings.entropy_score, bool(case.settings.kl_coefficient) and case.settings.kl_score == "full")
-        for case in with_sets
-        if case.settings.entropy_coefficient
-    }
-    heads = ("logits", "hidden")
-    assert {of[:2] for of in with_entropy} >= set(itertools.product(heads, TermScore)), "and so for an entropy"
-    assert with_entropy >= set(itertools.product(heads, [TermScore.SUPPORT], (True, False))), "that of kept ids beside each KL"
+    assert {case.settings.kl_estimator for case in with_sets if case.settings.kl_coefficient} == set(kl_estimator_names())
+    with_entropy = {(case.door.head, bool(case.settings.kl_coefficient)) for case in with_sets if case.settings.entropy_coefficient}
+    assert with_entropy == set(itertools.product(("logits", "hidden"), (True, False))), "and an entropy, beside a KL term and alone"

@@ -90,4 +90,4 @@ def test_slime_and_our_loss_train_the_same_over_kept_ids(pool, cp_size):
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-5, abs=1e-6)
             for name in ("pg_loss", "pg_clipfrac", "ppo_kl", "entropy_loss"):
                 assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5, abs=1e-6), name
-            assert ours.metrics["kept_ids"] > 1 and 0 < ours.metrics["kept_mass"] < 1
+            assert ours.metrics["kept_ids"] > 1

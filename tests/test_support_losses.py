@@ -70,26 +70,28 @@ def run(name: str, batch: Batch, backend: str = "torch", **options) -> tuple[Pol
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
-@pytest.mark.parametrize("terms", ["alone", "every term", "entropy of the sets"])
+@pytest.mark.parametrize("terms", ["alone", "every term"])
 @pytest.mark.parametrize(
     ("name", "backend"),
     # Interpreted kernels take seconds: a loss of tokens, one of samples, one without a twin.
     [*((name, "torch") for name in policy_loss_names()), *(pytest.param(name, "triton", marks=ON_TRITON) for name in SOME)],
 )
-def test_sets_of_the_whole_vocabulary_have_the_bits_of_none(name, terms, inplace, backend):
+def test_sets_of_the_whole_vocabulary_change_nothing(name, terms, inplace, backend):
+    """Two orders of the additions of a row."""
     batch = float32(random_batch([6, 3, 8]))
     options = {"inplace": inplace} | ({"metrics": "basic"} if terms == "alone" else every_term(batch))
     want, gradient = run(name, batch, backend, **options)
-    options |= {"entropy_score": "support"} if terms == "entropy of the sets" else {}
     got, of_sets = run(name, batch, backend, sampling_support=sets_of(batch, V), **options)
+    near = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     for field in ("loss", "policy_loss", "kl_loss", "entropy", "log_probs", "num_nonfinite"):
         wanted, found = getattr(want, field), getattr(got, field)
-        assert wanted is None if found is None else torch.equal(found, wanted), field
-    assert torch.equal(of_sets, gradient)
-    assert torch.equal(got.metrics.values, want.metrics.values)
+        assert (found is None) == (wanted is None), field
+        if found is not None:
+            near(found, wanted)
+    near(of_sets, gradient)
+    near(got.metrics.values, want.metrics.values)
     metrics = finalise_metrics(got.metrics)
     assert metrics["policy/kept_ids"] == V and metrics["policy/outside_support"] == 0
-    assert metrics.get("policy/kept_mass", 1.0) == 1.0
 
 
 def truncated(top_p: float = 0.8) -> tuple[Batch, SamplingSupport, Tensor]:
@@ -115,7 +117,6 @@ def test_the_ratio_to_the_sampler_of_the_same_weights_is_1(name, backend):
     assert metrics["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["policy/clipped_ratio_fraction"] == 0.0
     means = [float(part.mean()) for part in mass.split([40, 60, 50])]
-    assert metrics["policy/kept_mass"] == pytest.approx(sum(means) / 3, abs=1e-6)
     without, _ = run("grpo", batch, backend, metrics="basic")
     assert finalise_metrics(without.metrics)["policy/ratio_new_old"] == pytest.approx(sum(means) / 3, abs=1e-6)
 
@@ -131,7 +132,6 @@ def test_tokens_with_one_id_have_no_gradient_and_are_counted(backend):
     metrics = finalise_metrics(output.metrics)
     assert metrics["policy/num_tokens"] == 9
     assert metrics["policy/kept_ids"] == pytest.approx(((1 + 3 + 1) / 3 + (3 * 3 + 3 * 1) / 6) / 2)
-    assert "policy/kept_mass" not in metrics and "policy/kept_mass" not in report_pairs(output.metrics, 1)
     assert "policy/kept_ids" in report_pairs(output.metrics, 1)
 
 
@@ -148,15 +148,15 @@ def test_an_announced_or_assumed_factor_changes_no_bit_and_is_checked(backend):
 
 
 @pytest.mark.skipif(KERNEL_DEVICE == "cuda", reason="on CUDA nothing is read")
-def test_a_logit_outside_the_set_is_read_where_a_term_reads_the_vocabulary(backend):
+def test_a_logit_outside_the_set_is_read_where_the_entropy_is(backend):
     batch = float32(random_batch([5, 4], num_masked=(0, 0)))
     batch.logits[6, (int(batch.labels[6]) + 1) % V] = math.nan
     support, terms = sets_of(batch, 3), every_term(batch)
-    for scores in ({"entropy_score": "support"}, {"kl_score": "support"}):  # of the other term: full
-        with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked tokens .* not finite, in log_kept_mass"):
-            run("grpo", batch, backend, sampling_support=support, **scores, **terms)
-    output, gradient = run("grpo", batch, backend, sampling_support=support, kl_score="support", entropy_score="support", **terms)
-    assert output.loss.isfinite() and gradient.isfinite().all() and output.log_kept_mass is None
+    with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked tokens .* not finite, in entropy"):
+        run("grpo", batch, backend, sampling_support=support, **terms)
+    without = terms | {"entropy_coefficient": 0.0, "metrics": "basic"}
+    output, gradient = run("grpo", batch, backend, sampling_support=support, **without)
+    assert output.loss.isfinite() and gradient.isfinite().all()
 
 
 @pytest.mark.skipif(KERNEL_DEVICE == "cuda", reason="on CUDA nothing is read")
@@ -178,13 +178,11 @@ INTERPRETED = [pytest.mark.kernel, pytest.mark.skipif(not is_interpreted(), reas
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("size", [1, 3, V])
-@pytest.mark.parametrize("terms", ["alone", "every term", "KL over the kept ids", "all over the kept ids"])
+@pytest.mark.parametrize("terms", ["alone", "every term"])
 @pytest.mark.parametrize(("name", "on"), [("grpo", "torch"), ("gspo", "torch"), pytest.param("grpo", "triton", marks=INTERPRETED)])
 def test_a_device_is_never_waited_for(name, on, terms, size):
     batch, want, gradient = float32(random_batch([5, 0, 4])), None, None
     options = {"metrics": "basic", "backend": on} | ({} if terms == "alone" else every_term(batch))
-    options |= {"kl_score": "support"} if "over the kept ids" in terms else {}
-    options |= {"entropy_score": "support"} if terms == "all over the kept ids" else {}
     support = sets_of(batch, size)
     want, gradient = run(name, batch, **options | {"backend": "torch"}, sampling_support=support)
     with simulated_cuda() as seen:
@@ -264,21 +262,18 @@ def test_ranks_of_processes_have_the_step_of_one():
     ("changes", "message"),
     [
         ({"size": 2}, "sizes of sampling_support"),
-        ({"kl_score": "support"}, "whether kl_score is of the vocabulary"),
-        ({"entropy_score": "support"}, "whether entropy_score is of kept ids"),
         ({"size": None}, "whether sampling_support is given"),
     ],
     ids=str,
 )
-def test_ranks_with_other_sets_or_another_score_are_named(changes, message):
+def test_ranks_with_other_sets_are_named(changes, message):
     batch = float32(random_batch([4, 4]))
     terms = {k: v for k, v in every_term(batch).items() if k != "metrics"}
 
     def one(groups) -> None:
         own = changes if groups.tp.rank() else {}
         size = own.get("size", 3)
-        scores = {name: own.get(name, "full") for name in ("kl_score", "entropy_score")}
-        support = {} if size is None else {"sampling_support": sets_of(batch, size), **scores}
+        support = {} if size is None else {"sampling_support": sets_of(batch, size)}
         shard = torch.cat([batch.logits, batch.logits[:, :1]], 1)[:, 6 * groups.tp.rank() :][:, :6]
         options = {"tp_group": groups.tp, "cp_group": groups.cp, "check_ranks": True, "vocab_size": V}
         policy_loss("grpo", shard, *batch.arguments(), **options, **terms, **support)

@@ -12,15 +12,15 @@ import torch
 from carrier_cases import LiveBytes
 from helpers import KERNEL_DEVICE
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
-from test_log_probs import ON_BACKENDS, ON_TRITON
+from test_log_probs import ON_BACKENDS
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import row_kernels, vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.support_scores import SupportLogProbs
+from megatron_rl.ops.support import SupportLogProbs
 
 V = 16
 # float32 against float64 of the same logits: a few roundings of numbers of size 5, and 1 / temperature; bfloat16: of the gradient
@@ -103,44 +103,35 @@ CASES = {
 }
 
 
-def truth(case: Case, c_support: Tensor, c_full: Tensor, c_entropy: Tensor) -> tuple[Tensor, ...]:
-    """(support score, full score, entropy, gradient) in float64 by autograd of softmax, row by row; masked rows 0."""
+def truth(case: Case, c_support: Tensor, c_entropy: Tensor) -> tuple[Tensor, ...]:
+    """(score, entropy of the vocabulary, gradient) in float64 by autograd of softmax, row by row; masked rows 0."""
     leaf = case.logits.double().clone().requires_grad_()
-    found = [[torch.zeros((), dtype=torch.float64)] * 3 for _ in case.labels]
+    found = [[torch.zeros((), dtype=torch.float64)] * 2 for _ in case.labels]
     total = leaf[:0].sum()
     for t in case.mask.nonzero()[:, 0].tolist():
         z = leaf[t, : case.vocab_size] / case.temperature
         support = z[case.labels[t]] - torch.logsumexp(z[case.kept[t]], 0)
         p = torch.softmax(z, 0)
         entropy = -torch.where(p > 0, p * torch.where(p > 0, p, 1.0).log(), 0.0).sum()
-        found[t] = [support, z[case.labels[t]] - torch.logsumexp(z, 0), entropy]
-        for coefficients, value in zip((c_support, c_full, c_entropy), found[t], strict=True):
+        found[t] = [support, entropy]
+        for coefficients, value in zip((c_support, c_entropy), found[t], strict=True):
             total = total + coefficients[t] * value if coefficients[t] else total
     (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True) if case.mask.any() else (None,)
     gradient = torch.zeros_like(case.logits).double() if gradient is None else gradient
-    values = [torch.stack([row[i] for row in found]).detach() if found else torch.zeros(0, dtype=torch.float64) for i in range(3)]
+    values = [torch.stack([row[i] for row in found]).detach() if found else torch.zeros(0, dtype=torch.float64) for i in range(2)]
     return *values, gradient
 
 
-COEFFICIENTS = {
-    "support": (1.0, 0.0, 0.0),
-    "full": (0.0, 1.0, 0.0),
-    "both": (1.0, 1.0, 0.0),
-    "all": (1.0, 1.0, 1.0),
-    "entropy": (1.0, 0.0, 1.0),
-}
+COEFFICIENTS = {"score": (1.0, 0.0), "both": (1.0, 1.0), "entropy": (0.0, 1.0)}
 
 
 def coefficients_of(case: Case, which: str) -> list[Tensor]:
     steps = torch.arange(1.0, len(case.labels) + 1, dtype=torch.float64)
-    return [
-        weight * wave(steps)
-        for weight, wave in zip(COEFFICIENTS[which], (torch.cos, torch.sin, lambda x: torch.cos(2 * x)), strict=True)
-    ]
+    return [weight * wave(steps) for weight, wave in zip(COEFFICIENTS[which], (torch.cos, torch.sin), strict=True)]
 
 
 def run(case: Case, group, backend: str, dtype: torch.dtype, which: str, inplace: bool = False) -> tuple[Tensor, ...]:
-    """What one tp rank computes: the three values and its columns of the gradient, on the CPU."""
+    """What one tp rank computes: its values and its columns of the gradient, on the CPU."""
     width = case.logits.shape[1] // group.size()
     leaf = case.logits[:, group.rank() * width :][:, :width].to(KERNEL_DEVICE, dtype).clone().requires_grad_()
     values = vocab_parallel_log_probs(
@@ -153,9 +144,9 @@ def run(case: Case, group, backend: str, dtype: torch.dtype, which: str, inplace
         backend=backend,
         inplace=inplace,
         sampling_support=SamplingSupport.from_lists(case.kept).to(KERNEL_DEVICE),
-        with_full=True,
-        with_entropy=which in ("all", "entropy"),
+        with_entropy=which != "score",
     )
+    values = values if isinstance(values, tuple) else (values,)
     given = [c.to(KERNEL_DEVICE, value.dtype) for c, value in zip(coefficients_of(case, which), values, strict=False)]
     loss = sum((c * value).sum() for c, value in zip(given, values, strict=True) if c.any())
     if isinstance(loss, Tensor):
@@ -189,86 +180,17 @@ def test_values_and_gradient_are_those_of_a_softmax_over_each_set(name, which, t
     check(CASES[name], by_ranks(CASES[name], tp, "torch", torch.float64, which), torch.float64, which)
 
 
-def run_with_entropy_of_sets(case: Case, group, backend: str, dtype: torch.dtype, with_full: bool) -> tuple[Tensor, ...]:
-    """(scores over the sets, their entropy, this shard's gradient) of one tp rank; with_full: beside scores over the vocabulary."""
-    width = case.logits.shape[1] // group.size()
-    leaf = case.logits[:, group.rank() * width :][:, :width].to(KERNEL_DEVICE, dtype).clone().requires_grad_()
-    labels = torch.tensor(case.labels, dtype=torch.int64, device=KERNEL_DEVICE)
-    shard, kernels = vocab_shard(width, case.temperature, case.vocab_size, group), row_kernels(resolve_backend(backend, leaf))
-    rows = (leaf, labels, case.mask.to(KERNEL_DEVICE), SamplingSupport.from_lists(case.kept).to(KERNEL_DEVICE), shard, group)
-    scores, full, entropy = SupportLogProbs.apply(*rows, with_full, True, True, False, kernels, True)
-    assert (full is not None) == with_full
-    c, c_full, e = (x.to(KERNEL_DEVICE, scores.dtype) for x in coefficients_of(case, "all"))
-    loss = (c * scores).sum() + (e * entropy).sum()
-    (loss if full is None else loss + (c_full * full).sum()).backward()
-    return *(x.detach().double().cpu() for x in (scores, entropy)), leaf.grad.double().cpu()
-
-
-@pytest.mark.parametrize("with_full", [False, True], ids=["alone", "beside the vocabulary"])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    ("backend", "tp", "dtype"),
-    [
-        *(("torch", *of) for of in ((1, torch.float64), (2, torch.float64), (4, torch.float64), (2, torch.float32))),
-        pytest.param("triton", 1, torch.bfloat16, marks=ON_TRITON),
-        pytest.param("triton", 2, torch.float32, marks=ON_TRITON),
-    ],
-    ids=str,
-)
-def test_an_entropy_of_each_set_is_that_of_its_softmax(name, backend, tp, dtype, with_full):
-    """In float64 by autograd, row by row. A whole row has that of the vocabulary, a set of one id 0 and no gradient."""
-    case = CASES[name]
-    ranks = on_simulated_ranks(
-        lambda of_rank: run_with_entropy_of_sets(case, of_rank.tp, backend, dtype, with_full), groups_of_ranks(tp=tp)
-    )
-    assert all(torch.equal(mine, first) for rank in ranks for mine, first in zip(rank[:2], ranks[0][:2], strict=True))
-    rounded = replace(case, logits=case.logits.to(dtype).double())
-    leaf = rounded.logits.clone().requires_grad_()
-    c, c_full, e = coefficients_of(case, "all")
-    scores, entropies = torch.zeros(2, len(case.labels), dtype=torch.float64)
-    total = leaf[:0].sum()
-    for t in case.mask.nonzero()[:, 0].tolist():
-        row = leaf[t, : case.vocab_size]
-        z = (row - row.max().detach()) / case.temperature  # so that logits near 1e4 are exact here too
-        log_p = z[case.kept[t]] - torch.logsumexp(z[case.kept[t]], 0)
-        p = torch.softmax(z[case.kept[t]], 0)
-        score = z[case.labels[t]] - torch.logsumexp(z[case.kept[t]], 0)
-        entropy = -torch.where(p > 0, p * torch.where(p > 0, log_p, 0.0), 0.0).sum()
-        scores[t], entropies[t] = score.detach(), entropy.detach()
-        full = z[case.labels[t]] - torch.logsumexp(z, 0) if with_full else 0.0
-        total = total + c[t] * score + e[t] * entropy + c_full[t] * full
-    if case.mask.any():
-        total.backward()
-    gradient = torch.zeros_like(rounded.logits) if leaf.grad is None else leaf.grad
-    found = torch.cat([rank[2] for rank in ranks], 1)
-    for got, want in ((ranks[0][0], scores), (ranks[0][1], entropies)):
-        torch.testing.assert_close(got, want, rtol=VALUES[dtype], atol=VALUES[dtype])
-    scale = max(1.0, float(gradient.abs().max()) if gradient.numel() else 0.0)
-    torch.testing.assert_close(found, gradient, rtol=0, atol=GRADIENTS[dtype] * scale)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_whole_row_beside_others_has_the_bits_of_the_vocabularys_entropy(tp, backend):
-    case = whole_but((1, 2, 8))
-    groups, is_whole = groups_of_ranks(tp=tp), torch.tensor([t not in (1, 2, 7, 8) for t in range(12)])
-    of_sets, *_ = on_simulated_ranks(
-        lambda of_rank: run_with_entropy_of_sets(case, of_rank.tp, backend, torch.float32, False), groups
-    )
-    entropy = by_ranks(case, tp, backend, torch.float32, "all")[2]
-    assert torch.equal(of_sets[1][is_whole], entropy[is_whole]) and not torch.equal(of_sets[1], entropy)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("name", "tp", "which", "inplace"),
     [
-        ("sets of all sizes", 1, "all", False),
+        ("sets of all sizes", 1, "both", False),
         ("sets of all sizes", 2, "both", True),
-        ("padding columns hold NaN", 4, "support", False),
-        ("far below", 2, "both", False),
-        ("masked rows hold anything", 2, "all", True),
+        ("padding columns hold NaN", 4, "score", False),
+        ("far below", 2, "score", False),
+        ("masked rows hold anything", 2, "both", True),
         ("-inf logits", 1, "entropy", True),
-        ("no row", 2, "all", False),
+        ("no row", 2, "both", False),
     ],
 )
 def test_narrow_logits_too_in_place_and_in_both_backends(name, tp, which, inplace, dtype, backend):
@@ -290,14 +212,20 @@ BY_HAND = Case(
     vocab_size=5,
 )
 SUPPORT = [-1.643401346, -2.253789357, 0.0, -1.609437912]
-FULL = [-1.784962958, -2.412613756, -0.012208570, -1.609437912]
+ENTROPY = [0.928339989, 0.845648114, 0.080887401, 1.609437912]  # of all five ids
 LOG_MASS = [-0.141561612, -0.158824399, -0.012208570, 0.0]
-# With coefficients (-1, 0.5, 2, -0.25) of the support's and (0.1, 0, -0.3, 0.05) of the full scores.
+# With coefficients (-1, 0.5, 2, -0.25) of the scores, and with (0.2, -0.1, 0.3, 0.5) of the entropies too.
 GRADIENT = [
-    [1.052369698, -1.033512797, -0.005744890, -0.001376769, -0.011735242],
+    [1.152398043, -1.152398043, 0.0, 0.0, 0.0],
     [0.0, 0.0, -0.639285296, 0.0, 0.639285296],
-    [0.000334671, -0.005200435, 0.001396492, 0.001858328, 0.001610944],
-    [0.057142857, 0.057142857, 0.057142857, -0.228571429, 0.057142857],
+    [0.0, 0.0, 0.0, 0.0, 0.0],
+    [0.071428571, 0.071428571, 0.071428571, -0.285714286, 0.071428571],
+]
+GRADIENT_OF_BOTH = [
+    [1.037975927, -1.111328289, 0.026256380, 0.010225994, 0.036869987],
+    [-0.018968201, -0.008343761, -0.576466614, -0.015453847, 0.619232424],
+    [0.002367520, -0.029076625, 0.007884043, 0.009960441, 0.008864621],
+    [0.071428571, 0.071428571, 0.071428571, -0.285714286, 0.071428571],
 ]
 
 
@@ -307,106 +235,56 @@ def test_values_by_hand(dtype, backend):
         dtype = torch.float32
     leaf = BY_HAND.logits.to(KERNEL_DEVICE, dtype).clone().requires_grad_()
     labels, support = torch.tensor(BY_HAND.labels).to(KERNEL_DEVICE), SamplingSupport.from_lists(BY_HAND.kept).to(KERNEL_DEVICE)
-    scores, full = vocab_parallel_log_probs(
-        leaf, labels, temperature=0.7, backend=backend, sampling_support=support, with_full=True
-    )
-    c_support, c_full = torch.tensor([[-1, 0.5, 2, -0.25], [0.1, 0, -0.3, 0.05]], dtype=dtype, device=KERNEL_DEVICE)
-    (c_support * scores + c_full * full).sum().backward()
+    shared = {"temperature": 0.7, "backend": backend}
+    scores, entropy = vocab_parallel_log_probs(leaf, labels, sampling_support=support, with_entropy=True, **shared)
+    of_all = vocab_parallel_log_probs(leaf.detach(), labels, **shared)
+    c, e = torch.tensor([[-1, 0.5, 2, -0.25], [0.2, -0.1, 0.3, 0.5]], dtype=dtype, device=KERNEL_DEVICE)
+    (alone,) = torch.autograd.grad((c * scores).sum(), leaf, retain_graph=True)
+    (both,) = torch.autograd.grad((c * scores + e * entropy).sum(), leaf)
     near = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-6, check_dtype=False)
-    for got, want in ((scores, SUPPORT), (full, FULL), (full - scores, LOG_MASS), (leaf.grad, GRADIENT)):
+    mass = of_all - scores
+    for got, want in (*((scores, SUPPORT), (entropy, ENTROPY), (mass, LOG_MASS), (alone, GRADIENT), (both, GRADIENT_OF_BOTH)),):
         near(got.detach().cpu(), torch.tensor(want, dtype=torch.float64))
     assert scores[2] == 0.0, "a set of one id"
-
-
-def whole_but(rows: tuple[int, ...]) -> Case:
-    """Every id is kept but in these rows, which keep three."""
-    kept = [[t % V, (t + 5) % V, (t + 1) % V] if t in rows else list(reversed(range(V))) for t in range(12)]
-    return Case(normal(12), [(3 * t) % V if t not in rows else t % V for t in range(12)], kept, masked=(2, 7))
-
-
-@pytest.mark.parametrize("with_entropy", [False, True], ids=["alone", "with entropy"])
-@pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
-@pytest.mark.parametrize("rows", [(), (1, 2, 8)], ids=["all whole", "three rows not"])
-@pytest.mark.parametrize(
-    ("tp", "dtype"), [(1, torch.float32), (2, torch.float32), (4, torch.bfloat16), (1, torch.float64)], ids=str
-)
-def test_a_row_that_keeps_the_vocabulary_has_the_bits_of_a_row_without_a_set(tp, dtype, rows, inplace, with_entropy, backend):
-    """Values and gradient, whatever the other rows keep."""
-    if backend == "triton" and dtype == torch.float64:
-        dtype = torch.float16
-    case, which = whole_but(rows), "all" if with_entropy else "both"
-    *values, gradient = by_ranks(case, tp, backend, dtype, which, inplace)
-
-    def without_sets(group) -> tuple[Tensor, ...]:
-        width = V // group.size()
-        leaf = case.logits[:, group.rank() * width :][:, :width].to(KERNEL_DEVICE, dtype).clone().requires_grad_()
-        labels, mask = torch.tensor(case.labels).to(KERNEL_DEVICE), case.mask.to(KERNEL_DEVICE)
-        found = vocab_parallel_log_probs(
-            leaf * 1 if inplace else leaf,
-            labels,
-            loss_mask=mask,
-            temperature=0.7,
-            tp_group=group,
-            backend=backend,
-            inplace=inplace,
-            with_entropy=with_entropy,
-        )
-        found = found if with_entropy else (found,)
-        c, c_full, e = (x.to(KERNEL_DEVICE, found[0].dtype) for x in coefficients_of(case, which))
-        loss = ((c_full + c) * found[0]).sum()
-        (loss + (e * found[1]).sum() if with_entropy else loss).backward()
-        return *(x.detach().double().cpu() for x in found), leaf.grad.double().cpu()
-
-    ranks = on_simulated_ranks(lambda of_rank: without_sets(of_rank.tp), groups_of_ranks(tp=tp))
-    is_whole = torch.tensor([t not in rows for t in range(12)])
-    scores, full, *entropy = values
-    assert torch.equal(scores[is_whole], ranks[0][0][is_whole]) and torch.equal(full, ranks[0][0])
-    assert not with_entropy or torch.equal(entropy[0], ranks[0][1])
-    assert torch.equal(gradient[is_whole], torch.cat([rank[-1] for rank in ranks], 1)[is_whole])
-    assert not rows or not torch.equal(scores, full), "other rows have two scores"
 
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_set_of_one_id_has_score_and_gradient_exactly_0(tp, backend):
     case = Case(30 * normal(9), list(range(9)), [[t] for t in range(9)], temperature=0.3)
-    scores, _, gradient = by_ranks(case, tp, backend, torch.float32, "support")
+    scores, gradient = by_ranks(case, tp, backend, torch.float32, "score")
     assert not scores.any() and not gradient.any()
 
 
 def test_each_row_is_computed_alone_and_the_order_of_ids_decides_no_bit(backend):
     case = random_case()
-    whole = by_ranks(case, 2, backend, torch.float32, "all")
+    whole = by_ranks(case, 2, backend, torch.float32, "both")
     shuffled = replace(case, kept=[sorted(kept, key=lambda i: (7 * i) % 11) for kept in case.kept])
-    assert all(map(torch.equal, by_ranks(shuffled, 2, backend, torch.float32, "all"), whole))
+    assert all(map(torch.equal, by_ranks(shuffled, 2, backend, torch.float32, "both"), whole))
     rows = [17, 4, 22]
     support = SamplingSupport.from_lists(case.kept)
-    scores, full = vocab_parallel_log_probs(
-        case.logits[rows].float(),
-        torch.tensor(case.labels)[rows],
-        temperature=0.7,
-        sampling_support=support.take(torch.tensor(rows)),
-        with_full=True,
+    of_all = {"temperature": 0.7, "with_entropy": True}
+    labels = torch.tensor(case.labels)
+    found = vocab_parallel_log_probs(
+        case.logits[rows].float(), labels[rows], sampling_support=support.take(torch.tensor(rows)), **of_all
     )
-    alone = vocab_parallel_log_probs(
-        case.logits.float(), torch.tensor(case.labels), temperature=0.7, sampling_support=support, with_full=True
-    )
-    assert torch.equal(scores, alone[0][rows]) and torch.equal(full, alone[1][rows])
+    alone = vocab_parallel_log_probs(case.logits.float(), labels, sampling_support=support, **of_all)
+    assert all(torch.equal(got, want[rows]) for got, want in zip(found, alone, strict=True))
 
 
 @pytest.mark.parametrize("most", [1, 7])
 def test_large_sets_are_taken_in_blocks_with_the_same_bits(most, backend):
     """Wrong sets are found in each block too. On CUDA nothing is read, and their scores are no numbers."""
     case, blocks = random_case(), SamplingSupport.blocks
-    whole = by_ranks(case, 2, backend, torch.float32, "all", inplace=True)
+    whole = by_ranks(case, 2, backend, torch.float32, "both", inplace=True)
     with mock.patch.object(SamplingSupport, "blocks", lambda support: blocks(support, most)):
-        assert all(map(torch.equal, by_ranks(case, 2, backend, torch.float32, "all", inplace=True), whole))
+        assert all(map(torch.equal, by_ranks(case, 2, backend, torch.float32, "both", inplace=True), whole))
         for row in (0, 23):
             wrong = replace(case, kept=[[*kept, kept[0]] if t == row else kept for t, kept in enumerate(case.kept)])
             if KERNEL_DEVICE == "cuda":
-                assert run(wrong, SINGLE, backend, torch.float32, "all")[0].isfinite().logical_not().nonzero().tolist() == [[row]]
+                assert run(wrong, SINGLE, backend, torch.float32, "both")[0].isfinite().logical_not().nonzero().tolist() == [[row]]
                 continue
             with pytest.raises(DataError, match=f"token {row} has the ids"):
-                run(wrong, SINGLE, backend, torch.float32, "all")
+                run(wrong, SINGLE, backend, torch.float32, "both")
 
 
 # Logits as a host may hand them over: a view with strided columns, rows further apart than they are wide, one column before.
@@ -417,7 +295,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("which", ["support", "all"])
+@pytest.mark.parametrize("which", ["score", "both"])
 @pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_of_logits_have_the_numbers_of_a_copy(view, inplace, which, backend):
@@ -432,7 +310,6 @@ def test_views_of_logits_have_the_numbers_of_a_copy(view, inplace, which, backen
             backend=backend,
             inplace=inplace,
             sampling_support=SamplingSupport.from_lists(case.kept).to(KERNEL_DEVICE),
-            with_full=True,
             with_entropy=True,
         )
         c = [x.to(KERNEL_DEVICE, torch.float32) for x in coefficients_of(case, which)]
@@ -466,8 +343,7 @@ def counted(case: Case, tp: int, which: str, monkeypatch) -> list[tuple[str, tup
             tp_group=group,
             check_ranks=False,
             sampling_support=SamplingSupport.from_lists(case.kept),
-            with_full=which != "support",
-            with_entropy=which == "all",
+            with_entropy=which == "both",
         )
         sum(value.sum() for value in (values if isinstance(values, tuple) else (values,))).backward()
 
@@ -475,11 +351,11 @@ def counted(case: Case, tp: int, which: str, monkeypatch) -> list[tuple[str, tup
     return calls
 
 
-@pytest.mark.parametrize(("which", "width"), [("support", 3), ("both", 6), ("all", 7)])
-def test_one_all_gather_has_all_of_it_and_backward_none(which, width, monkeypatch):
+@pytest.mark.parametrize(("which", "widths"), [("score", [3]), ("both", [3, 4])])
+def test_scores_and_entropy_have_an_all_gather_each_and_backward_none(which, widths, monkeypatch):
     case = Case(normal(5), [0, 1, 2, 3, 4], [[t, t + 6] for t in range(5)])
     calls = [call for call in counted(case, 2, which, monkeypatch) if call[1] != (4096,)]
-    assert calls == [("all_gather", (5, width))]
+    assert calls == [("all_gather", (5, width)) for width in widths]
 
 
 def test_support_scores_alone_keep_no_memory_of_the_logits():
@@ -510,15 +386,15 @@ def test_in_place_a_second_loss_of_the_same_logits_raises():
 
 
 def test_a_second_backward_out_of_place_gives_the_same():
-    case = whole_but((1, 8))
-    leaf = case.logits.clone().requires_grad_()
-    scores, full = vocab_parallel_log_probs(
-        leaf, torch.tensor(case.labels), sampling_support=SamplingSupport.from_lists(case.kept), with_full=True
+    case = random_case()
+    leaf, mask, support = case.logits.clone().requires_grad_(), case.mask, SamplingSupport.from_lists(case.kept)
+    scores, entropy = vocab_parallel_log_probs(
+        leaf, torch.tensor(case.labels), loss_mask=mask, sampling_support=support, with_entropy=True
     )
-    loss = (scores + 2 * full).sum()
+    loss = (scores + 2 * entropy).sum()
     (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
     (second,) = torch.autograd.grad(loss, leaf)
-    torch.testing.assert_close(first, second, rtol=0, atol=1e-15)  # the first one finds exponentials, the second makes them
+    assert torch.equal(first, second)
 
 
 # What is refused on the CPU, and what it is on a device that nobody asks: a score that is no number, which the losses count.
@@ -563,7 +439,7 @@ def test_a_wrong_set_that_nobody_reads_gives_no_number(which, tp, backend):
         width = V // group.size()
         leaf = case.logits[:, group.rank() * width :][:, :width].float().to(KERNEL_DEVICE).clone().requires_grad_()
         shard, kernels = vocab_shard(width, 1.0, None, group), row_kernels(resolve_backend(backend, leaf))
-        scores, _, _ = SupportLogProbs.apply(leaf, labels, None, support, shard, group, False, False, False, False, kernels, True)
+        scores, _ = SupportLogProbs.apply(leaf, labels, None, support, shard, group, False, False, kernels)
         scores.sum().backward()
         return scores.detach().cpu(), leaf.grad.cpu()
 
@@ -589,13 +465,8 @@ def test_what_is_no_support_of_these_rows_is_refused(support, message):
         vocab_parallel_log_probs(normal(3), torch.tensor([0, 1, 2]), sampling_support=support)
 
 
-def test_full_scores_without_sets_are_refused():
-    with pytest.raises(ConfigError, match="with_full=True needs sampling_support"):
-        vocab_parallel_log_probs(normal(3), torch.tensor([0, 1, 2]), with_full=True)
-
-
 def test_sets_of_masked_tokens_may_differ_between_ranks():
-    """One rank finds that all its sets are whole, the other does not: both gather the same."""
+    """Trained sets are the vocabulary here: the score is the one without sets."""
 
     def one(group) -> Tensor:
         kept = [list(range(V)), list(range(V)), list(range(V)) if group.rank() else []]
@@ -611,29 +482,6 @@ def test_sets_of_masked_tokens_may_differ_between_ranks():
     want = vocab_parallel_log_probs(normal(3), torch.tensor([0, 4, 9]), loss_mask=torch.tensor([True, True, False]))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, want, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("check_ranks", [True, False])
-@pytest.mark.parametrize("size", [7, V])
-def test_a_masked_set_on_one_rank_alone_decides_nothing(size, check_ranks):
-    """Not even where it is the vocabulary, whose logits would be gathered. Trained sets are small."""
-
-    def one(group) -> Tensor:
-        kept = [[0, 3], [4, 5], [*range(size * group.rank())]]
-        return vocab_parallel_log_probs(
-            normal(3)[:, 8 * group.rank() :][:, :8],
-            torch.tensor([0, 4, 9]),
-            loss_mask=torch.tensor([True, True, False]),
-            tp_group=group,
-            check_ranks=check_ranks,
-            sampling_support=SamplingSupport.from_lists(kept),
-        )
-
-    first, second = on_simulated_ranks(lambda of_rank: one(of_rank.tp), groups_of_ranks(tp=2))
-    z = normal(3)
-    want = [z[0, 0] - z[0, [0, 3]].logsumexp(0), z[1, 4] - z[1, [4, 5]].logsumexp(0), torch.tensor(0.0).double()]
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, torch.stack(want), rtol=0, atol=1e-14)  # float64, sums of two terms
 
 
 @pytest.mark.parametrize("changes", [{"kept": [[0, 3], [4, 5, 2]]}, {"kept": [[0, 3], [4, 6]]}, {"kept": None}], ids=str)

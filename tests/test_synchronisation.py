@@ -14,7 +14,6 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs
-from megatron_rl.ops import support_head
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
@@ -356,14 +354,13 @@ def test_a_fused_head_without_a_gradient_waits_for_nothing():
 
 @pytest.mark.parametrize("sets_on", ["cpu", "cuda"])
 def test_sets_of_kept_ids_wait_for_nothing_but_sets_on_the_device(sets_on):
-    """Pairs, rows of one id, and chunks of rows of all ids and of all but one, which is above a limit of 3. In
-    torch the weight's gradient counts the ids of a chunk; the kernel does not (test_kernel_code.py)."""
+    """In torch the weight's gradient counts the ids of a chunk; the kernel does not (test_kernel_code.py)."""
     case = float32(head_batch([9, 7], "none masked"))
     labels, old, advantages, mask, cu_seqlens, weights = case.batch.arguments()
     vocab_size = case.weight.shape[0]
     kept = [[(int(label) + i) % vocab_size for i in range((1, 2, 3, 15, 16)[t % 5])] for t, label in enumerate(labels)]
     support = SamplingSupport.from_lists(kept)
-    with mock.patch.object(support_head, "SPARSE_ROW_LIMIT", 3), simulated_cuda() as seen:
+    with simulated_cuda() as seen:
         sets, hidden, weight = support.to(torch.device(sets_on)), case.hidden.to("cuda"), case.weight.to("cuda")
         there = [value.to("cuda") for value in (labels, old, advantages, weights)]
         options = {"sampling_support": sets, "backend": "torch", "tp_group": SINGLE}
@@ -382,10 +379,7 @@ def test_sets_of_kept_ids_wait_for_nothing_but_sets_on_the_device(sets_on):
     assert [(event.kind, event.file) for event in of_scores] == of_sets
     counted = [(event.kind, event.file) for event in in_forward]
     assert counted[: len(of_sets)] == of_sets
-    others = [file for _, file in counted[len(of_sets) :]]
-    # Rows of chunks with a coefficient, once.
-    assert others.count("megatron_rl/ops/support_head.py") == 1
-    assert set(others) == {"megatron_rl/ops/sparse_head.py", "megatron_rl/ops/support_head.py"}
+    assert {file for _, file in counted[len(of_sets) :]} == {"megatron_rl/ops/support.py"}
 
 
 # Counting a step

@@ -215,11 +215,6 @@ REJECTED = [
     pytest.param("--top-p 1.5", r"--top-p 1\.5 must be above 0 and at most 1", id="more than all"),
     pytest.param("--top-p 0.9 --sampling-support refuse", "with --sampling-support refuse: .* is off by", id="sets refused"),
     pytest.param("--sampling-support replay", "--sampling-support replay has no effect: .* add --top-p", id="no sets"),
-    pytest.param("--kl-score support --kl-coefficient 1", "--kl-score support has no effect: .* whole vocab", id="one score"),
-    pytest.param("--entropy-score support --entropy-coefficient 1", "--entropy-score support has no effect", id="one entropy"),
-    pytest.param(
-        "--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased", "estimator unbiased: .* add --kl-score sup", id="two scores"
-    ),
 ]
 
 
@@ -248,9 +243,8 @@ ALLOWED = [
     pytest.param("--clip-grad 0 --seed 0", id="zeros that mean something"),
     pytest.param("--top-p 1 --sampling-support refuse", id="a filter that is off"),
     pytest.param("--top-p 0.9 --sampling-support replay", id="a filter that is on"),
-    pytest.param("--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased --kl-score support", id="one score for both"),
-    pytest.param("--sampling-support replay --kl-coefficient 1 --kl-score support --rollouts here.jsonl", id="sets of a file"),
-    pytest.param("--top-p 0.9 --entropy-score support --policy-metrics with_entropy", id="metric over the sets"),
+    pytest.param("--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased", id="one score for KL and ratio"),
+    pytest.param("--sampling-support replay --rollouts here.jsonl", id="sets of a file"),
     pytest.param("--prompts here.jsonl --reward os.getcwd --max-new-tokens 3", id="own task"),
     pytest.param("--off-policy-sequence-delta 0.1", id="two steps unless told"),
     pytest.param("--importance-correction tis --off-policy-sequence-delta 0.1 --rollouts here.jsonl", id="another engine"),

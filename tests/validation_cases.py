@@ -98,8 +98,6 @@ REFUSED: dict[str, list[dict]] = {
     "corrections_fit": [{"importance_correction": "mask"}, {**TIS, "policy_loss": ANCHORED}],
     "settings_are_read": [
         {"kl_estimator": "k2"},
-        {"kl_score": "support", **IN_TRAIN},
-        {"entropy_score": "support", **IN_TRAIN},
         {"allow_partial_prompt_groups": True},
         {"max_logits_bytes": 2**30},
         {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
@@ -179,9 +177,7 @@ ALLOWED: dict[str, list[dict]] = {
     ],
     "corrections_fit": [TIS, {"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED}],
     "settings_are_read": [
-        {"kl_estimator": "k3+", "kl_score": "support", "kl_coefficient": 0.1, **IN_TRAIN},
-        {"entropy_score": "support", "policy_metrics": "with_entropy", **IN_TRAIN},
-        {"entropy_score": "support", "entropy_coefficient": 0.1, **IN_TRAIN},
+        {"kl_estimator": "k3+", "kl_coefficient": 0.1, **IN_TRAIN},
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
         {"fused_lm_head_loss": True, "max_logits_bytes": 2**20},
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},

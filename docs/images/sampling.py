@@ -42,7 +42,8 @@ def scores() -> tuple[dict[str, Tensor], Tensor]:
     tokens = torch.multinomial(sampler.exp(), 1, generator=generator)[:, 0]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), is_kept.sum(-1).cumsum(0)])
     support = SamplingSupport(is_kept.nonzero()[:, 1].int(), offsets)
-    of_kept, of_all = vocab_parallel_log_probs(logits, tokens, tp_group=SINGLE, sampling_support=support, with_full=True)
+    of_kept = vocab_parallel_log_probs(logits, tokens, tp_group=SINGLE, sampling_support=support)
+    of_all = vocab_parallel_log_probs(logits, tokens, tp_group=SINGLE)
     print(f"kept ids: {support.sizes.double().mean():.1f} in the mean")
     return {"whole vocabulary": of_all, "kept ids": of_kept}, sampler.gather(1, tokens[:, None])[:, 0]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import Backend, PolicyMetrics, Route, SupportUse, TermScore
+from megatron_rl.config import Backend, PolicyMetrics, Route, SupportUse
 from megatron_rl.declare import clip_of, get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
@@ -108,7 +108,6 @@ def custom_loss(
     support = rows.sampling_support
     if support is not None:
         options["sampling_support"] = support if config.fused_lm_head_loss else support.to(logits.device)
-        options["kl_score"] = TermScore.SUPPORT
     of_tokens = (
         rows.labels,
         old_log_probs,
@@ -315,8 +314,6 @@ def host_metrics(
         metrics["opd_reverse_kl"] = mean(batch.per_token["opd_reverse_kl"])
     if is_basic and batch.sampling_support is not None:
         metrics["kept_ids"] = mean(batch.sampling_support.sizes.to(log_probs.device))
-        if output.log_kept_mass is not None:  # without the sets each ratio would be this number
-            metrics["kept_mass"] = mean(output.log_kept_mass.exp())
     return {name: value.to(torch.float32).clone() for name, value in metrics.items()}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route, TermScore
+from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
@@ -191,9 +191,6 @@ class PolicyForwardStep:
             "rollout_log_probs": _rollout_log_probs(batch, config),
             "loss_parameters": config.loss_parameters,
             "sampling_support": sampling_support,
-            # A micro-batch without samples has no sets, and nothing to score.
-            "kl_score": TermScore.FULL if sampling_support is None else config.kl_score,
-            "entropy_score": TermScore.FULL if sampling_support is None else config.entropy_score,
             "correction": CorrectionSettings.of(config),
             "kl_coefficient": config.kl_coefficient,
             "kl_estimator": config.kl_estimator,

@@ -150,11 +150,10 @@ def rollout_ids_of(samples: Sequence[UnweightedSample]) -> list[int | str] | Non
     return None if has_none else cast(list[int | str], ids)
 
 
-def unweighted(sample: UnweightedSample, has_routes: bool = False, has_sets: bool = False) -> PolicySample:
+def unweighted(sample: UnweightedSample, has_routes: bool = False) -> PolicySample:
     """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too. With sets
     of kept ids those count that are in their set."""
-    tokens, length = torch.as_tensor(sample.tokens), len(sample.loss_mask)
-    sets = sets_of(sample) if has_sets else None
+    tokens, length, sets = torch.as_tensor(sample.tokens), len(sample.loss_mask), sets_of(sample)
     return PolicySample(
         tokens=tokens,
         loss_mask=torch.ones(length, dtype=torch.bool) if sets is None else sets.have(tokens[-length:]),

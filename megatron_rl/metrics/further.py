@@ -42,7 +42,6 @@ class SupportValues:
 
     log_probs: Tensor  # over the kept ids
     sizes: Tensor  # ids that were kept
-    log_kept_mass: Tensor | None  # None: nothing reads the whole vocabulary
 
 
 def of_tokens(name: str, value: Callable[[CorrectionValues], Tensor | None], normaliser: str = "num_corrected_tokens") -> Metric:
@@ -126,15 +125,9 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
     ),
 )
 CORRECTION_SAMPLE_SIZE = "correction_effective_sample_size"
-# Metrics of the ids that the sampler kept, where they are given. First samples with an unmasked token: all, those with a kept mass.
+# Metrics of the ids that the sampler kept, where they are given. First samples with an unmasked token.
 SUPPORT_METRICS: tuple[Metric, ...] = (
     count("num_support_samples", lambda given: torch.ones_like(given.log_probs), Weight.SAMPLE_SHARE),
-    count("num_mass_samples", lambda given: None if given.log_kept_mass is None else given.sizes > -1, Weight.SAMPLE_SHARE),
-    sample_mean(
-        "kept_mass",
-        lambda given: None if given.log_kept_mass is None else given.log_kept_mass.exp(),
-        "num_mass_samples",
-    ),
     sample_mean("kept_ids", lambda given: given.sizes, "num_support_samples"),
     Metric(  # unmasked tokens outside their own set
         "outside_support",

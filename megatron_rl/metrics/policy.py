@@ -113,7 +113,6 @@ class PolicyStatistics:
     rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
     correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
     support: Tensor | None = None  # [len(SUPPORT_STATISTICS)] float64; None: the sampler keeps all ids
-    has_mass: bool = False  # whether support has the kept mass
 
 
 def policy_statistics(

@@ -27,7 +27,6 @@ def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
     return PolicyStatistics(
         combined(torch.stack([part.values for part in parts]), STATISTICS),
         parts[0].has_entropy,
-        has_mass=parts[0].has_mass,
         **{name: combined(torch.stack(rows), tables[name]) for name, rows in found.items() if rows},
     )
 
@@ -124,7 +123,7 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
         rows = (*rows, *CORRECTION_METRICS)
     if statistics.support is not None:
         values |= dict(zip(SUPPORT_STATISTICS, statistics.support.unbind(), strict=True))
-        rows = (*rows, *(row for row in SUPPORT_METRICS if statistics.has_mass or row.name != "kept_mass"))
+        rows = (*rows, *SUPPORT_METRICS)
     one = torch.full_like(values["num_samples"], 1.0 / num_parts)
     pairs = {
         f"policy/{row.name}": (values[row.name], values[row.normaliser] if row.normaliser else one)

@@ -294,7 +294,6 @@ class HeadOptions:
     backend: str
     sequence_parallel: bool
     fp32_logits: bool
-    entropy_of_kept: bool = False  # with sampling_support: over the kept ids, and not over the vocabulary
 
 
 @dataclass(slots=True)

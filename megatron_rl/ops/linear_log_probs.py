@@ -12,12 +12,12 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, TermScore
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.ops.backends import first_order_only, runs_eagerly
+from megatron_rl.ops.backends import first_order_only, resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import make_gradient, run_gradient
 from megatron_rl.ops.linear_head import (
     HeadOptions,
@@ -33,8 +33,18 @@ from megatron_rl.ops.linear_head import (
 from megatron_rl.ops.linear_schedule import cut
 from megatron_rl.ops.log_probs import LogProbKeywords, check_temperature, vocab_shard
 from megatron_rl.ops.log_probs_torch import RowResult
-from megatron_rl.ops.support_head import make_support_head, run_scores
-from megatron_rl.ops.support_scores import check_score, check_support, compare_supports
+from megatron_rl.ops.support import (
+    PairKernels,
+    Pairs,
+    PairScores,
+    add_hidden_reference,
+    add_weight_reference,
+    check_support,
+    compare_supports,
+    make_pairs,
+    multiply_reference,
+    score_pairs,
+)
 
 
 class LinearKeywords(LogProbKeywords, total=False):
@@ -75,7 +85,6 @@ def linear_log_probs(
     reduces_hidden: bool = True,
     check_ranks: bool | None = None,
     sampling_support: SamplingSupport | None = None,
-    entropy_score: str = TermScore.FULL,
 ) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64)
     """log softmax(hidden @ weight.T / temperature) at the labels and, with `with_entropy`, the entropy in nats.
 
@@ -92,18 +101,17 @@ def linear_log_probs(
             synchronisation.
         temperature: of all rows, or of each, a constant. Rows of one temperature share chunks. [T] is read on the host, with one
             synchronisation.
-        vocab_size, tp_group, with_entropy, entropy_score, backend, check_ranks: as in `vocab_parallel_log_probs`.
+        vocab_size, tp_group, with_entropy, backend, check_ranks: as in `vocab_parallel_log_probs`.
         max_logits_bytes: the most bytes of all chunk buffers together.
         sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
         fp32_logits: logits of 16-bit operands stay float32.
         reduces_hidden: the gradient of hidden is the sum over tp. False: it is this shard's part of it, for a caller whose own
             backward adds the parts, as Megatron's gather of sequence-parallel hidden states does.
-        sampling_support: the ids that the sampler kept, a set for each row; the log-probabilities are over them. Without an
-            entropy of the whole vocabulary only kept columns of the weight are multiplied (ops/support_head.py), in float32, and a
-            row of one id is not. It is read on the host: from CUDA with one synchronisation. There is no gradient, and one
-            temperature.
-    Communication: one all-gather of [rows, 3] (with entropy [rows, 4], with sets too [rows, 7]) over tp_group a chunk, and one of
-        all rows with small sets; with sequence_parallel one of hidden [T / tp, H]; with check_ranks one of 4 KiB. Backward, with
+        sampling_support: the ids that the sampler kept, a set for each row; the log-probabilities are over them: of the weight only
+            kept columns are multiplied (ops/support.py), in float32, and all columns for an entropy. It is read on the host: from
+            CUDA with one synchronisation. There is no gradient, and one temperature.
+    Communication: one all-gather of [rows, 3] (with entropy [rows, 4]) over tp_group a chunk, with sets one of all rows and one a
+        chunk for an entropy; with sequence_parallel one of hidden [T / tp, H]; with check_ranks one of 4 KiB. Backward, with
         sequence_parallel one all-gather of hidden and one reduce-scatter of its gradient; else with reduces_hidden one all-reduce
         of [rows, H] a chunk. None at size 1.
     Synchronisation on CUDA: one in backward, for the rows that have a coefficient; they must be the same on all tp ranks.
@@ -115,13 +123,9 @@ def linear_log_probs(
     tensor([0.2500])
     """
     tp_group = resolve_group(tp_group, "tp")
-    of_kept = entropy_score == TermScore.SUPPORT
     of_all = 1.0 if isinstance(temperature, Tensor) else temperature
-    numbers = (of_all, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
-    options = HeadOptions(*numbers, entropy_of_kept=of_kept)
+    options = HeadOptions(of_all, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
-        check_score("entropy_score", entropy_score, sampling_support)
-        agreement.add("entropy_score", entropy_score)
         num_tokens = check_head(hidden, weight, labels, options)
         if loss_mask is not None and (
             not isinstance(loss_mask, Tensor) or loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool
@@ -152,17 +156,15 @@ def linear_log_probs(
         capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, rows.numel())
     if on_host is not None:
         with torch.no_grad():
-            sizes = {"capacity": capacity, "max_bytes": max_logits_bytes}
-            sparse = make_support_head(hidden, weight, labels, options, on_host, rows, reads_all=False, **sizes)
-            run_scores(sparse)
-        log_probs, entropy = sparse.head.log_probs, sparse.head.entropy
+            head, *_ = score_kept(hidden, weight, labels, options, on_host, rows, capacity, max_logits_bytes)
+        log_probs, entropy = head.log_probs, head.entropy
     elif needs_gradient:
         log_probs, entropy = LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
             hidden, weight, labels, options, parts, capacity, reduces_hidden
         )
     else:
         with torch.no_grad():
-            head, _ = _score(hidden, weight, labels, options, parts, capacity)
+            head, _ = score_rows(hidden, weight, labels, options, parts, capacity)
         log_probs, entropy = head.log_probs, head.entropy
     return log_probs if entropy is None else (log_probs, entropy)
 
@@ -186,16 +188,45 @@ def _in_chunks(parts: Parts, capacity: int) -> list[tuple[float, Tensor]]:
     return [(temperature, chunk) for temperature, rows in parts for chunk in cut(rows, capacity)]
 
 
-def _score(
+def score_rows(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, parts: Parts, capacity: int
-) -> tuple[LinearHead, list[tuple[slice | Tensor, RowResult]]]:  # and each chunk's rows with their numbers
+) -> tuple[LinearHead, RowResult]:  # with the numbers of all rows [T]
     chunks = _in_chunks(parts, capacity)
     head = make_head(hidden, weight, labels, options, max((chunk.numel() for _, chunk in chunks), default=0))
-    results = []
+    maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
     for temperature, numbers in chunks:
         chunk = forward_chunk(at_temperature(head, temperature), device_rows(numbers, head.hidden.device))
-        results.append((chunk.rows, chunk.result))
-    return head, results
+        maximum[chunk.rows], total[chunk.rows] = chunk.result.maximum, chunk.result.total
+    return head, RowResult(maximum, total, head.log_probs, torch.zeros_like(total) if head.entropy is None else head.entropy)
+
+
+def pair_kernels(backend: Backend) -> PairKernels:
+    """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
+    if backend == Backend.TORCH:
+        return PairKernels(multiply_reference, add_hidden_reference, add_weight_reference)
+    from megatron_rl.ops.support_triton import add_hidden_triton, add_weight_triton, multiply_triton
+
+    return PairKernels(multiply_triton, add_hidden_triton, add_weight_triton)
+
+
+def score_kept(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    options: HeadOptions,
+    support: SamplingSupport,  # T rows, on the CPU
+    rows: Tensor,  # ascending row numbers, on the CPU
+    capacity: int,
+    max_bytes: int,
+) -> tuple[LinearHead, RowResult, Pairs, PairKernels, PairScores]:
+    """The head's log_probs are over the kept ids, and its entropy over the vocabulary, whose numbers the RowResult has. Without an
+    entropy no row is multiplied by all columns."""
+    of_all = rows if options.with_entropy else rows[:0]
+    head, result = score_rows(hidden, weight, labels, options, ((options.temperature, of_all),), capacity)
+    pairs, kernels = make_pairs(support, rows, labels, head.shard), pair_kernels(resolve_backend(options.backend, head.logits))
+    scores = score_pairs(head.hidden, head.weight, pairs, head.shard, options.tp_group, kernels, max_bytes=max_bytes)
+    head.log_probs[pairs.rows] = scores.log_probs
+    return head, result, pairs, kernels, scores
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -212,14 +243,11 @@ class LinearLogProbs(torch.autograd.Function):
         capacity: int,
         reduces_hidden: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        head, results = _score(hidden, weight, labels, options, parts, capacity)
-        maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
-        for rows, result in results:
-            maximum[rows], total[rows] = result.maximum, result.total
+        head, result = score_rows(hidden, weight, labels, options, parts, capacity)
         ctx.options, ctx.parts, ctx.capacity, ctx.reduces_hidden = options, parts, capacity, reduces_hidden
         # An unused output gets a None gradient, not zeros, so that an unused entropy costs nothing.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, labels, maximum, total, head.log_probs, head.entropy)
+        ctx.save_for_backward(hidden, weight, labels, result.maximum, result.total, head.log_probs, head.entropy)
         return head.log_probs, head.entropy
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, TermScore
+from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement, Group, resolve_group
@@ -32,12 +32,10 @@ from megatron_rl.ops.log_probs_torch import (
     gradient_of_exponentials,
     keeps_exponentials,
     logits_gradient_torch,
-    merge_shards,
     row_results_keeping,
     row_results_torch,
-    row_statistics_reference,
 )
-from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support, check_score, compare_supports
+from megatron_rl.ops.support import SupportLogProbs, check_support, compare_supports
 
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
@@ -53,7 +51,6 @@ class LogProbKeywords(TypedDict, total=False):
     backend: str
     check_ranks: bool | None
     sampling_support: SamplingSupport | None
-    entropy_score: str
 
 
 class LogitsKeywords(LogProbKeywords, total=False):
@@ -63,41 +60,14 @@ class LogitsKeywords(LogProbKeywords, total=False):
 
 @overload
 def vocab_parallel_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    with_entropy: Literal[False] = False,
-    with_full: Literal[False] = False,
-    **options: Unpack[LogitsKeywords],
+    logits: Tensor, labels: Tensor, *, with_entropy: Literal[False] = False, **options: Unpack[LogitsKeywords]
 ) -> Tensor: ...
 
 
 @overload
 def vocab_parallel_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    with_entropy: Literal[True],
-    with_full: Literal[False] = False,
-    **options: Unpack[LogitsKeywords],
+    logits: Tensor, labels: Tensor, *, with_entropy: Literal[True], **options: Unpack[LogitsKeywords]
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def vocab_parallel_log_probs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    with_entropy: Literal[False] = False,
-    with_full: Literal[True],
-    **options: Unpack[LogitsKeywords],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def vocab_parallel_log_probs(
-    logits: Tensor, labels: Tensor, *, with_entropy: Literal[True], with_full: Literal[True], **options: Unpack[LogitsKeywords]
-) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @runs_eagerly
@@ -114,15 +84,13 @@ def vocab_parallel_log_probs(
     backend: str = Backend.AUTO,
     check_ranks: bool | None = None,
     sampling_support: SamplingSupport | None = None,
-    with_full: bool = False,
-    entropy_score: str = TermScore.FULL,
-) -> Tensor | tuple[Tensor, ...]:  # log_probs [T], or with with_full, with_entropy (log_probs, full scores, entropy), [T] each
+) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T])
     """log softmax(logits / temperature) at the labels and, with `with_entropy`, the entropy of the full distribution.
 
         lse = ln sum_j e^(z_j), z = logits / temperature     log_prob = z_label - lse     entropy = lse - sum_j p_j z_j
 
     With `sampling_support` the log-probabilities are over what the sampler kept: the sum of lse is over the row's set. A set of one
-    id gives exactly 0. with_full adds the scores over the whole vocabulary: log_prob - full score is -ln of the kept mass.
+    id gives exactly 0. The entropy is of the whole vocabulary.
 
     All are float32 (float64 for float64 logits) and differentiable; the gradient has the logits' dtype. A label that no rank owns
     gives -inf, a NaN logit gives NaN: the losses count such tokens and refuse the step. Each row is computed alone, so the result
@@ -136,16 +104,15 @@ def vocab_parallel_log_probs(
         temperature: the logits are divided by it.
         vocab_size: columns from it on are padding and may hold anything; None: all columns of all tp ranks are real.
         tp_group: None: Megatron's tensor-parallel group, else one rank.
-        with_entropy, entropy_score: return the entropy too, in nats, of the full distribution, or with "support" of the kept ids.
+        with_entropy: return the entropy too, in nats.
         inplace: backward writes the gradient over the logits. Another backward that needs the logits then raises; a later read of
             them finds the gradient.
         backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch.
         check_ranks: whether tp ranks first compare their arguments, so that a difference or an error on one rank raises on all;
             None: where tp_group communicates through the CPU.
         sampling_support: the ids that top-k, top-p and min-p kept, a set for each row, the same on all tp ranks. None: all.
-        with_full: return the scores over the whole vocabulary too; it needs sampling_support.
     Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward; with sets of [T, 3],
-        or of [T, 6] where the whole vocabulary is read, and one or two columns for an entropy. check_ranks: 4 KiB. None at size 1.
+        and another one for an entropy. check_ranks: 4 KiB. None at size 1.
     Raises: DataError for wrong shapes, dtypes or devices and, on the CPU, for sets that SamplingSupport.check refuses; on CUDA
         their scores are not finite. ConfigError for a temperature that is not above 0, a backend that cannot run, and a backward
         with create_graph=True.
@@ -158,36 +125,35 @@ def vocab_parallel_log_probs(
         resolved = resolve_backend(backend, check_logits(logits))
         shard = check_log_prob_inputs(logits, labels, loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
         compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
-        for name, value in (("with_entropy", with_entropy), ("with_full", with_full), ("entropy_score", entropy_score)):
-            agreement.add(name, value)
-        check_score("entropy_score", entropy_score, sampling_support)
-        if with_full and sampling_support is None:
-            raise ConfigError(
-                "with_full=True needs sampling_support: without one the log-probabilities are the full scores already"
-            )
+        agreement.add("with_entropy", with_entropy)
         if sampling_support is not None:
-            sampling_support = agreed_support(agreement, sampling_support, labels, loss_mask, shard, tp_group)
+            check_support(sampling_support, labels, loss_mask, shard)
         compare_supports(agreement, sampling_support, loss_mask)
-    options = (inplace, row_kernels(resolved), torch.is_grad_enabled())
-    if sampling_support is None:
+    rows = (logits, labels, loss_mask)
+    log_probs, entropy = log_probs_of_rows(*rows, sampling_support, shard, tp_group, with_entropy, inplace, row_kernels(resolved))
+    return (log_probs, entropy) if entropy is not None else log_probs
+
+
+def log_probs_of_rows(
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    loss_mask: Tensor | None,  # [T] bool
+    support: SamplingSupport | None,  # T rows
+    shard: VocabShard,
+    tp_group: Group,
+    with_entropy: bool,
+    inplace: bool,
+    kernels: RowKernels,
+) -> tuple[Tensor, Tensor | None]:  # log-probabilities [T], entropy [T]
+    """vocab_parallel_log_probs of checked arguments."""
+    how = (shard, tp_group, with_entropy, inplace, kernels)
+    if support is not None:
+        log_probs, entropy = SupportLogProbs.apply(logits, labels, loss_mask, support, *how)  # type: ignore[no-untyped-call]  # torch's
+    else:
         log_probs, entropy = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-            logits, labels, loss_mask, shard, tp_group, with_entropy, *options
+            logits, labels, loss_mask, *how, torch.is_grad_enabled()
         )
-        return (log_probs, entropy) if with_entropy else log_probs
-    log_probs, *others = SupportLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits,
-        labels,
-        loss_mask,
-        sampling_support,
-        shard,
-        tp_group,
-        with_full,
-        with_entropy,
-        entropy_score == TermScore.SUPPORT,
-        *options,
-    )
-    asked = [other for other, is_asked in zip(others, (with_full, with_entropy), strict=True) if is_asked]
-    return (log_probs, *asked) if asked else log_probs
+    return log_probs, entropy if with_entropy else None
 
 
 def log_probs_dtype(operand: Tensor) -> torch.dtype:
@@ -225,26 +191,13 @@ def row_kernels(backend: Backend) -> RowKernels:
         return RowKernels(
             row_results_torch,
             logits_gradient_torch,
-            row_statistics_reference,
-            merge_shards,
             row_results_keeping,
             gradient_of_exponentials,
         )
-    from megatron_rl.ops.log_probs_triton import (
-        logits_gradient_triton,
-        merge_shards_triton,
-        row_results_triton,
-        row_statistics_triton,
-    )
+    from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
     from megatron_rl.ops.unit_gradient_triton import unit_gradient
 
-    return RowKernels(
-        row_results_triton,
-        logits_gradient_triton,
-        row_statistics_triton,
-        merge_shards_triton,
-        unit_gradient=unit_gradient,
-    )
+    return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient)
 
 
 class VocabParallelLogProbs(torch.autograd.Function):

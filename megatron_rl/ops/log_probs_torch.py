@@ -58,21 +58,15 @@ class RowKernels:
 
     Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
 
-    statistics(logits, labels, loss_mask, shard, *, with_entropy) -> [T, 3 or 4], merge(gathered [tp, T, 3 or 4], loss_mask, shard)
-    -> the fields of a RowResult: the two halves of forward, for a caller whose own numbers ride in its all-gather.
-
     keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
 
     unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
 
     Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
-
     """
 
     forward: Callable[..., RowResult]
     gradient: Callable[..., Tensor]
-    statistics: Callable[..., Tensor]
-    merge: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
     gradient_of_kept: Callable[..., Tensor] | None = None
     unit_gradient: Callable[..., RowResult | None] | None = None

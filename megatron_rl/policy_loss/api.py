@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, TermScore
+from megatron_rl.config import Backend
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.corrections import Correction
@@ -17,14 +17,14 @@ from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
 from megatron_rl.ops.log_probs import (
-    VocabParallelLogProbs,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
     log_probs_dtype,
+    log_probs_of_rows,
     row_kernels,
 )
-from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support
+from megatron_rl.ops.support import check_support
 from megatron_rl.policy_loss.compared import compare_inputs
 from megatron_rl.policy_loss.corrected_inputs import correct_before_rows
 from megatron_rl.policy_loss.inputs import prepare_inputs, with_token_counts
@@ -37,14 +37,12 @@ from megatron_rl.policy_loss.settings import (
     resolve_settings,
     with_defaults,
 )
-from megatron_rl.policy_loss.support_terms import kl_apart
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
     """loss is 0-d and differentiable; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is None
-    at "none". entropy_per_token is there where the loss, a coefficient or a metric
-    needs it, log_kept_mass where the scores of the whole vocabulary are computed beside those of kept ids."""
+    at "none". entropy_per_token is there where the loss, a coefficient or a metric needs it."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -55,16 +53,9 @@ class PolicyLossOutput:
     metrics: PolicyStatistics | None
     correction: Correction | None = None  # None without a correction
     entropy_per_token: Tensor | None = None  # [T], in nats; 0 in masked rows
-    log_kept_mass: Tensor | None = None  # [T], in nats: ln of the policy's probability of the kept ids
 
 
-def output_of(
-    result: LossResult,
-    loss: Tensor,
-    log_probs: Tensor,
-    entropy_per_token: Tensor | None = None,
-    log_kept_mass: Tensor | None = None,
-) -> PolicyLossOutput:
+def output_of(result: LossResult, loss: Tensor, log_probs: Tensor, entropy_per_token: Tensor | None = None) -> PolicyLossOutput:
     """loss: result.loss with the gradient attached."""
     return PolicyLossOutput(
         loss=loss,
@@ -76,7 +67,6 @@ def output_of(
         metrics=result.metric_sums,
         correction=result.correction,
         entropy_per_token=entropy_per_token,
-        log_kept_mass=log_kept_mass,
     )
 
 
@@ -115,8 +105,9 @@ def policy_loss(
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
         keywords: LogitsLossKeywords explains them.
-    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3 to 8]; cp one all-reduce of [N, k], and before
-        it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none. None at size 1.
+    Communication: tp one all-gather of [T, 3 or 4], with sampling_support another one for an entropy; cp one all-reduce of
+        [N, k], and before it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none.
+        None at size 1.
         A loss that needs token_counts of its tokens adds one of [N] where the caller gave none, mean_log_ratio another.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
@@ -145,7 +136,7 @@ def policy_loss(
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
         support = inputs.sampling_support
         if support is not None:
-            support = agreed_support(agreement, support, labels, inputs.loss_mask, shard, tp_group, inputs.cu_seqlens)
+            check_support(support, labels, inputs.loss_mask, shard, inputs.cu_seqlens)
         if agreement.is_active:
             compare_inputs(agreement, loss, inputs, settings)
         announced = None if isinstance(loss_scale, AssumedScale) else loss_scale
@@ -162,30 +153,18 @@ def policy_loss(
         configuration = plan_one_read(loss, logits, inputs, settings, is_assumed=announced is None)
         if configuration is not None:
             made_with = loss_scale.assume(logits.device) if isinstance(loss_scale, AssumedScale) else loss_scale
-            log_probs, entropy, gradient = read_once(
+            scores, entropies, gradient = read_once(
                 loss, logits, labels, inputs, settings, shard, configuration, made_with=made_with, inplace=inplace
             )
-            result = reducer_of(loss, settings)(loss, log_probs, entropy if with_entropy else None, inputs, settings)
+            result = reducer_of(loss, settings)(loss, scores, entropies if with_entropy else None, inputs, settings)
             loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, made_with)  # type: ignore[no-untyped-call]  # torch's
-            return output_of(result, loss_of_logits, log_probs, entropy if with_entropy else None)
-    rows, how = (logits, labels, inputs.loss_mask), (inplace, row_kernels(settings.backend), torch.is_grad_enabled())
-    full = None
-    if support is None:
-        log_probs, entropy = VocabParallelLogProbs.apply(*rows, shard, tp_group, with_entropy, *how)  # type: ignore[no-untyped-call]  # torch's
-    else:
-        log_probs, full, entropy = SupportLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-            *rows, support, shard, tp_group, settings.is_kl_of_all, with_entropy, settings.is_entropy_of_kept, *how
-        )
-        if full is not None:
-            inputs = replace(inputs, log_kept_mass=full.detach() - log_probs.detach())
-    of_tokens = entropy.detach() if with_entropy else None
+            return output_of(result, loss_of_logits, scores, entropies if with_entropy else None)
+    rows, kernels = (logits, labels, inputs.loss_mask), row_kernels(settings.backend)
+    log_probs, entropy = log_probs_of_rows(*rows, support, shard, tp_group, with_entropy, inplace, kernels)
+    of_tokens = None if entropy is None else entropy.detach()
     result = reducer_of(loss, settings)(loss, log_probs.detach(), of_tokens, inputs, settings)
-    if settings.is_kl_of_all:
-        own, of_kl = kl_apart(result.coefficients, log_probs.detach(), inputs, settings, shard.vocab_size)
-        result = replace(result, coefficients=own, full_coefficients=of_kl)
-    scores = (log_probs, full, entropy if with_entropy else None)
-    with_gradient = _WithGradient.apply(*scores, result, announced)  # type: ignore[no-untyped-call]  # torch's
-    return output_of(result, with_gradient, log_probs.detach(), of_tokens, inputs.log_kept_mass)
+    with_gradient = _WithGradient.apply(log_probs, entropy, result, announced)  # type: ignore[no-untyped-call]  # torch's
+    return output_of(result, with_gradient, log_probs.detach(), of_tokens)
 
 
 @runs_eagerly
@@ -211,10 +190,10 @@ def loss_of_log_probs(
         options = with_defaults(LossKeywords, loss, keywords)
         if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
             raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
-        if options["sampling_support"] is not None or {options["kl_score"], options["entropy_score"]} != {TermScore.FULL}:
+        if options["sampling_support"] is not None:
             raise ConfigError(
-                "sampling_support, kl_score and entropy_score need logits, and this call has log-probabilities: give log_probs, "
-                "old_log_probs, rollout_log_probs and ref_log_probs over the kept ids, and leave these out"
+                "sampling_support needs logits, and this call has log-probabilities: give log_probs, old_log_probs, "
+                "rollout_log_probs and ref_log_probs over the kept ids, and leave it out"
             )
         if loss.needs_entropy:
             raise ConfigError(
@@ -239,7 +218,7 @@ def loss_of_log_probs(
             compare_inputs(agreement, loss, inputs, settings)
     inputs = with_token_counts(loss, inputs, cp_group)
     result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
-    with_gradient = _WithGradient.apply(values, None, None, result, None)  # type: ignore[no-untyped-call]  # torch's
+    with_gradient = _WithGradient.apply(values, None, result, None)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, values.detach())
 
 
@@ -312,12 +291,11 @@ class _WithGradient(torch.autograd.Function):
     def forward(
         ctx: Any,
         log_probs: Tensor,
-        full_log_probs: Tensor | None,
         entropy: Tensor | None,
         result: LossResult,
         loss_scale: Tensor | float | None,
     ) -> Tensor:
-        ctx.save_for_backward(result.coefficients, result.full_coefficients, result.entropy_coefficients)
+        ctx.save_for_backward(result.coefficients, result.entropy_coefficients)
         ctx.loss_scale = loss_scale
         return result.loss
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rl.declare import PolicyLoss
 from megatron_rl.layout.groups import Agreement
-from megatron_rl.ops.support_scores import compare_supports
+from megatron_rl.ops.support import compare_supports
 from megatron_rl.policy_loss.inputs import LossInputs
 from megatron_rl.policy_loss.settings import LossSettings
 
@@ -21,8 +21,6 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend"):
         agreement.add(name, getattr(settings, name))
     compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
-    agreement.add("whether kl_score is of the vocabulary", settings.is_kl_of_all)
-    agreement.add("whether entropy_score is of kept ids", settings.is_entropy_of_kept)
     agreement.add("kl_estimator", None if settings.kl_estimator is None else settings.kl_estimator.name)
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)

@@ -47,9 +47,8 @@ class LossInputs:
     correction: CorrectionSettings | None  # None: no correction, or an applied one
     applied_correction: Correction | None = None  # is in importance_weights already
     document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
-    entropy: Tensor | None = None  # [T] of the policy in training, where the loss reads it
+    entropy: Tensor | None = None  # [T] of the policy in training, where the loss reads it, or over more than log_probs are
     sampling_support: SamplingSupport | None = None  # T rows
-    log_kept_mass: Tensor | None = None  # [T] full score - score over the kept ids, where both are computed
 
     @property
     def num_documents(self) -> int:
@@ -284,8 +283,8 @@ def checked_tensors(
         tensors["rollout_log_probs"] = given(inputs.rollout_log_probs).to(dtype)
     if kl_coefficient:
         tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
-    if inputs.log_kept_mass is not None:  # a logit outside the set is in it, and not in log_probs
-        tensors["log_kept_mass"] = inputs.log_kept_mass
+    if inputs.sampling_support is not None and inputs.entropy is not None:  # a logit outside the set is in it, and not in log_probs
+        tensors["entropy"] = inputs.entropy
     return tensors | further_inputs(loss, inputs, dtype)
 
 

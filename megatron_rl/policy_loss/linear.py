@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Agreement
+from megatron_rl.layout.groups import SINGLE, Agreement, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import Correction, correct
@@ -29,6 +29,7 @@ from megatron_rl.ops.linear_gradient import (
     main_grad_of,
     make_gradient,
     run_forward,
+    run_gradient,
     run_with_gradient,
 )
 from megatron_rl.ops.linear_head import (
@@ -41,10 +42,10 @@ from megatron_rl.ops.linear_head import (
     logits_dtype,
     make_head,
 )
-from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows
+from megatron_rl.ops.linear_log_probs import score_kept
+from megatron_rl.ops.linear_schedule import WorkItem, cut, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import log_probs_dtype, vocab_shard
-from megatron_rl.ops.support_head import make_support_head
-from megatron_rl.ops.support_scores import check_support
+from megatron_rl.ops.support import check_support, pair_gradient
 from megatron_rl.policy_loss.api import PolicyLossOutput, output_of, reducer_of
 from megatron_rl.policy_loss.bad_data import nonfinite_loss
 from megatron_rl.policy_loss.compared import compare_inputs
@@ -61,7 +62,6 @@ from megatron_rl.policy_loss.inputs import (
 )
 from megatron_rl.policy_loss.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
 from megatron_rl.policy_loss.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
-from megatron_rl.policy_loss.sparse_linear import reduce_with_support
 
 
 @runs_eagerly
@@ -90,11 +90,11 @@ def linear_policy_loss(
         row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, so chunks may be cut anywhere. A correction
                      by samples of old_log_probs is known before
 
-    With sampling_support, where no term reads the whole vocabulary, rows of few kept ids multiply these columns alone, in float32
-    (ops/support_head.py); their hidden states are not read where one id is kept. Other rows are in plan two-pass.
+    With sampling_support a row multiplies its kept columns alone, in float32 (ops/support.py). An entropy needs all columns: one
+    matmul more, and for its term three.
 
     Masked rows are in no matmul. Rows with c_t = 0 (clipped, or of advantage 0) are left out of the two matmuls of the gradient,
-    except in the early chunks of plan scale-last, and for pairs of sampling_support on CUDA.
+    except in the early chunks of plan scale-last, and for pairs of sampling_support.
 
     The gradient is computed in forward if gradients are enabled, else one matmul runs. `.loss` can be differentiated once. The
     gradient of hidden is complete over tp; that of weight is summed in float32. ops/linear_gradient.py says when it is rounded.
@@ -126,8 +126,7 @@ def linear_policy_loss(
         unless document_lengths and token_counts are given. All cp ranks have the same bins. Backward none. None at size 1. With
         check_ranks as policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
-        document_lengths are given, one a chunk for the rows with a gradient (with sampling_support one, and two a chunk that is
-        computed again); none in backward.
+        document_lengths are given, one a chunk for the rows with a gradient (with sampling_support none); none in backward.
     Raises: what policy_loss raises. DataError for operands or document_lengths that do not fit. ConfigError for a max_logits_bytes
         below one row, a wrong loss_scale, float16 without one, and a second backward.
     """
@@ -153,7 +152,7 @@ def linear_policy_loss(
             options["sampling_support"], support = support.to(device), support.to(torch.device("cpu"))
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
         settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], like_logits))
-        head_options = replace(head_options, with_entropy=settings.needs_entropy, entropy_of_kept=settings.is_entropy_of_kept)
+        head_options = replace(head_options, with_entropy=settings.needs_entropy)
         inputs = prepare_inputs(
             loss,
             options,
@@ -183,7 +182,6 @@ def linear_policy_loss(
     inputs = with_token_counts(loss, inputs, cp_group)
     if inputs.correction is not None:
         inputs = correct_before_rows(inputs, log_probs_dtype(like_logits), cp_group)
-    log_kept_mass = None
     with torch.no_grad():
         if support is None:
             plan = _plan(loss, inputs, settings, copies, capacity, options)
@@ -191,22 +189,12 @@ def linear_policy_loss(
             head = make_head(hidden, weight, labels, head_options, longest)
             result = _run(head, plan, settings, hidden, ready)
         else:
-            sparse = make_support_head(
-                hidden,
-                weight,
-                labels,
-                head_options,
-                support,
-                copies.loss_mask.nonzero()[:, 0],
-                capacity=capacity,
-                max_bytes=max_logits_bytes,
-                reads_all=settings.is_kl_of_all,
-            )
-            head, result = sparse.head, reduce_with_support(sparse, loss, inputs, settings, hidden, ready)
-            log_kept_mass = None if sparse.full is None else sparse.full - head.log_probs
+            rows, sizes = copies.loss_mask.nonzero()[:, 0], (capacity, max_logits_bytes)
+            operands = (hidden, weight, labels, head_options)
+            head, result = _run_kept(operands, support, rows, sizes, loss, inputs, settings, ready)
     with_gradient = result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready)
     of_tokens = head.entropy if settings.needs_entropy else None
-    return output_of(result, with_gradient, head.log_probs, of_tokens, log_kept_mass)
+    return output_of(result, with_gradient, head.log_probs, of_tokens)
 
 
 def linear_grpo_loss(
@@ -300,6 +288,57 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
     ready.hidden = run_with_gradient(head, plan.items, coefficients, gradient)
     ready.weight = None if ready.is_in_main_grad else gradient.weight
     return coefficients.finish()
+
+
+def _run_kept(
+    operands: tuple[Tensor, Tensor, Tensor, HeadOptions],  # hidden, weight, labels, as the caller gave them
+    support: SamplingSupport,  # T rows, on the CPU
+    rows: Tensor,  # ascending row numbers, on the CPU
+    sizes: tuple[int, int],  # rows of a chunk, bytes
+    loss: PolicyLoss,
+    inputs: LossInputs,
+    settings: LossSettings,
+    ready: ReadyGradient | None,
+) -> tuple[LinearHead, LossResult]:
+    """Scores all rows over their kept ids, reduces once, and fills `ready` with the gradient.
+
+    A term of the entropy, which is over the vocabulary, has chunks of all columns beside the pairs, and their logits a second time.
+    Communication: tp one all-gather for the pairs and one a chunk; one all-reduce of the gradient of hidden, or one reduce-scatter,
+    during the weight gradient of the pairs. cp as reduce_loss_torch.
+    """
+    capacity, max_bytes = sizes
+    head, of_all, pairs, kernels, scores = score_kept(*operands, support, rows, capacity, max_bytes)
+    result = reducer_of(loss, settings)(loss, head.log_probs, head.entropy, inputs, settings)
+    if ready is None:
+        return head, result
+    scale = 1.0 if ready.loss_scale is None else ready.loss_scale
+    c, e = result.coefficients * scale, result.entropy_coefficients
+    gradient = make_gradient(
+        head,
+        needs_hidden=operands[0].requires_grad,
+        needs_weight=ready.parameter.requires_grad,
+        main_grad=main_grad_of(ready.parameter) if ready.is_in_main_grad else None,
+        rounds_weight=False,
+        scale=None,
+        has_entropy_term=True,
+        is_reduced=False,
+    )
+    if e is not None and rows.numel():
+        chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
+        run_gradient(head, chunks, of_all, torch.zeros_like(c), e * scale, gradient)
+    g, pending, memory = pair_gradient(scores, pairs, c[pairs.rows], head.shard), None, {"max_bytes": max_bytes}
+    if gradient.hidden is not None:
+        of_pairs = gradient.hidden if e is None else torch.zeros_like(gradient.hidden)
+        kernels.add_hidden(g, pairs, head.weight, out=of_pairs, **memory)
+        start = start_reduce_scatter_sum if head.options.sequence_parallel else start_all_reduce_sum
+        pending = start(of_pairs if e is None else gradient.hidden.add_(of_pairs), head.options.tp_group)
+    if gradient.needs_weight:
+        if gradient.weight is None:
+            gradient.weight = torch.zeros_like(head.weight, dtype=head.log_probs.dtype)
+        kernels.add_weight(g, pairs, head.hidden, out=gradient.weight, **memory)
+    ready.hidden = None if pending is None else pending.wait()
+    ready.weight = None if ready.is_in_main_grad else gradient.weight
+    return head, result
 
 
 def _compare_plans(agreement: Agreement, hidden: Tensor, weight: Tensor, options: LinearLossKeywords) -> None:

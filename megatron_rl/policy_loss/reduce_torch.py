@@ -20,6 +20,7 @@ from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.losses.corrections import Correction
 from megatron_rl.losses.kl import kl_estimate
+from megatron_rl.metrics.further import SupportValues, token_statistics
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp
 from megatron_rl.policy_loss.bad_data import bad_data, nonfinite_loss
@@ -37,7 +38,6 @@ from megatron_rl.policy_loss.inputs import (
     vectors_of_samples,
 )
 from megatron_rl.policy_loss.settings import LossSettings
-from megatron_rl.policy_loss.support_terms import kl_reference, with_support_sums
 
 
 class LossValues(NamedTuple):
@@ -62,7 +62,6 @@ class LossResult:
     num_nonfinite: Tensor  # [N] int32 over all cp ranks
     metric_sums: PolicyStatistics | None
     correction: Correction | None = None
-    full_coefficients: Tensor | None = None  # [T] d loss / d scores over the vocabulary, where they are apart
 
 
 @torch.no_grad()
@@ -88,8 +87,8 @@ def reduce_loss_torch(
     advantages that vary inside a sample. On CUDA num_nonfinite counts them, without a synchronisation.
     """
     is_sequence, dtype = loss.level == "sequence", log_probs.dtype
-    if loss.needs_entropy:
-        inputs = replace(inputs, entropy=given(entropy))
+    if loss.needs_entropy or inputs.sampling_support is not None:
+        inputs = replace(inputs, entropy=entropy)
     if inputs.correction is not None:
         inputs = corrected(inputs, log_probs, settings.cp_group)
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
@@ -107,8 +106,7 @@ def reduce_loss_torch(
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     kl = None
     if settings.kl_estimator is not None:
-        reference = kl_reference(inputs) if settings.is_kl_of_all else tensors["ref_log_probs"]
-        kl = kl_estimate(settings.kl_estimator, log_probs, reference, log_probs - old_log_probs)
+        kl = kl_estimate(settings.kl_estimator, log_probs, tensors["ref_log_probs"], log_probs - old_log_probs)
         name = f"KL estimator {settings.kl_estimator.name}"
         results |= {f"value of {name}": kl[0], f"derivative of {name}": kl[1]}
     sums = read_sums(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
@@ -194,6 +192,19 @@ def _metric_sums(
         is_sequence_level=is_sequence,
         cp_rank=settings.cp_group.rank(),
     )
+
+
+def with_support_sums(
+    statistics: PolicyStatistics,
+    log_probs: Tensor,  # [T] over the kept ids
+    inputs: LossInputs,  # with sampling_support
+    counts: Tensor,  # [N] unmasked tokens of each sample over all cp ranks
+) -> PolicyStatistics:
+    """The statistics with those of the sets."""
+    assert inputs.sampling_support is not None
+    values = SupportValues(log_probs, inputs.sampling_support.sizes)
+    of_tokens = spread(counts, inputs.token_documents)
+    return replace(statistics, support=token_statistics(values, loss_mask=inputs.loss_mask, counts=of_tokens))
 
 
 def metric_sums_in_torch(

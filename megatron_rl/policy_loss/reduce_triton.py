@@ -38,9 +38,8 @@ from megatron_rl.policy_loss.inputs import (
     sum_columns,
     vectors_of_samples,
 )
-from megatron_rl.policy_loss.reduce_torch import LossResult, metric_sums_in_torch
+from megatron_rl.policy_loss.reduce_torch import LossResult, metric_sums_in_torch, with_support_sums
 from megatron_rl.policy_loss.settings import LossSettings
-from megatron_rl.policy_loss.support_terms import kl_reference, with_support_sums
 from megatron_rl.policy_loss.twin_triton import (
     Equation,
     apply_to_sample,
@@ -355,8 +354,8 @@ def reduce_loss_triton(
 ) -> LossResult:
     """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches; metrics are in torch."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
-    if loss.needs_entropy:
-        inputs = replace(inputs, entropy=given(entropy))
+    if loss.needs_entropy or inputs.sampling_support is not None:
+        inputs = replace(inputs, entropy=entropy)
     if inputs.correction is not None:
         inputs = corrected(inputs, log_probs, settings.cp_group)
     documents = _documents(loss, log_probs, inputs, settings)
@@ -407,13 +406,12 @@ def reduce_loss_triton(
 
 
 def _documents(loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, settings: LossSettings) -> _Documents:
-    reference = kl_reference(inputs) if settings.is_kl_of_all else inputs.ref_log_probs
     return _Documents(
         log_probs=log_probs.contiguous(),
         old_log_probs=_contiguous(inputs.old_log_probs),
         advantages=inputs.advantages.contiguous(),
         importance_weights=_contiguous(inputs.importance_weights),
-        ref_log_probs=_contiguous(reference) if settings.kl_coefficient else None,
+        ref_log_probs=_contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
         vectors=tuple(vector.contiguous() for vector in further_inputs(loss, inputs, log_probs.dtype).values()) or None,
         loss_mask=inputs.loss_mask.contiguous().view(torch.uint8),
         cu_seqlens=inputs.cu_seqlens.contiguous(),
@@ -427,8 +425,8 @@ def _document_sums(documents: _Documents, inputs: LossInputs, block: int) -> Ten
     checked = documents.vectors or ()
     if inputs.compares_with_sampler:
         checked = (*checked, given(inputs.rollout_log_probs).contiguous())
-    if inputs.log_kept_mass is not None:
-        checked = (*checked, inputs.log_kept_mass.contiguous())
+    if inputs.sampling_support is not None and inputs.entropy is not None:
+        checked = (*checked, inputs.entropy.contiguous())
     document_sums_kernel[(inputs.num_documents,)](
         LOG_PROBS=documents.log_probs,
         OLD_LOG_PROBS=documents.old_log_probs,

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics, TermScore
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
 from megatron_rl.declare import PolicyLoss, declared_parameters
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
@@ -24,7 +24,6 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.losses.kl import KLEstimator, get_kl_estimator
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.ops.support_scores import check_score
 
 
 class LossKeywords(TypedDict, total=False):
@@ -48,10 +47,8 @@ class LossKeywords(TypedDict, total=False):
     kl_estimator: a registered estimator of KL(policy, reference), or module.function. Default "k3".
     regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
     sampling_support: the ids that the sampler kept, a set for each row of the logits. log_probs, ratios and corrections are then
-        over these sets: give old_log_probs and rollout_log_probs so. None: all ids.
-    kl_score: with sampling_support, over what ref_log_probs and the KL term are: "full", the whole vocabulary, or "support".
-        Default "full".
-    entropy_score: likewise of the entropy: of the term, of the metric, and what a loss reads. Default "full".
+        over these sets, and so is the KL term: give old_log_probs, rollout_log_probs and ref_log_probs so. An entropy is over the
+        whole vocabulary. None: all ids.
     check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     """
 
@@ -76,8 +73,6 @@ class LossKeywords(TypedDict, total=False):
     regularizer_weights: Tensor | None
     check_ranks: bool | None
     sampling_support: SamplingSupport | None
-    kl_score: str
-    entropy_score: str
 
 
 class LogitsLossKeywords(LossKeywords, total=False):
@@ -116,8 +111,6 @@ DEFAULTS: Mapping[str, object] = {
     "backend": Backend.AUTO,
     "kl_coefficient": 0.0,
     "kl_estimator": DEFAULT_KL_ESTIMATOR,
-    "kl_score": TermScore.FULL,
-    "entropy_score": TermScore.FULL,
     "entropy_coefficient": 0.0,
     "inplace": False,
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
@@ -172,8 +165,6 @@ class LossSettings:
     backend: Backend  # resolved: TORCH or TRITON
     check_ranks: bool | None
     is_entropy_read: bool  # by the loss itself
-    is_kl_of_all: bool  # with sets of kept ids: the KL term compares scores over the whole vocabulary
-    is_entropy_of_kept: bool  # with sets of kept ids: the entropy is over them
 
     @property
     def keywords(self) -> dict[str, float]:
@@ -191,9 +182,7 @@ class LossSettings:
         return agreement_of(self.tp_group, self.cp_group, self.check_ranks)
 
     def policy_alone(self) -> LossSettings:
-        return replace(
-            self, kl_coefficient=0.0, kl_estimator=None, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE, is_kl_of_all=False
-        )
+        return replace(self, kl_coefficient=0.0, kl_estimator=None, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
 
 
 def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, cp_group: Group, backend: Backend) -> LossSettings:
@@ -216,10 +205,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
             estimator = get_kl_estimator(kl_estimator)
         except ConfigError as error:
             raise ConfigError(f"kl_estimator={kl_estimator!r}: {error}") from error
-    for name, score in (("kl_score", options["kl_score"]), ("entropy_score", options["entropy_score"])):
-        if score != TermScore.FULL:
-            check_score(name, score, options["sampling_support"])
-    is_kl_of_all = _is_kl_of_all(options, estimator if coefficients["kl_coefficient"] else None)
     if correction is not None:
         _check_correction(loss, correction, options["rollout_log_probs"])
     if coefficients["kl_coefficient"] and options["ref_log_probs"] is None:
@@ -246,21 +231,7 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         backend=backend,
         check_ranks=options["check_ranks"],
         is_entropy_read=loss.needs_entropy,
-        is_kl_of_all=is_kl_of_all,
-        is_entropy_of_kept=options["entropy_score"] == TermScore.SUPPORT,
     )
-
-
-def _is_kl_of_all(options: LossKeywords, estimator: KLEstimator | None) -> bool:  # None: there is no KL term
-    if options["sampling_support"] is None or estimator is None or options["kl_score"] != TermScore.FULL:
-        return False
-    if estimator.takes_log_ratio:
-        raise ConfigError(
-            f"kl_estimator={estimator.name!r} multiplies the KL term by the importance ratio, which is over the kept ids, and "
-            "kl_score='full' makes the term over the whole vocabulary: pass kl_score='support' with ref_log_probs over the kept "
-            "ids, or another kl_estimator, such as 'k3'"
-        )
-    return True
 
 
 def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:

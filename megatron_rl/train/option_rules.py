@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import (
-    DEFAULT_KL_ESTIMATOR,
     NO_CORRECTION,
     SupportUse,
-    TermScore,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
@@ -148,22 +145,13 @@ def check_kept_ids(options: TrainLaunch) -> Iterator[str]:
     """A run that samples from a part of the vocabulary records the kept ids; any other has none."""
     if options.rollouts is not None:
         return
-    settings, typed = options.settings, f"--top-p {options.top_p}"
+    use = options.settings["sampling_support"]
     if options.top_p == 1.0:
-        of_kept = {"sampling_support": SupportUse.REPLAY, "kl_score": TermScore.SUPPORT, "entropy_score": TermScore.SUPPORT}
-        for name, value in of_kept.items():
-            if settings[name] == value:
-                yield f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p"
-        return
-    if settings["sampling_support"] == SupportUse.REFUSE:
-        yield f"{typed} with --sampling-support refuse: without the kept ids every ratio is off by their mass; remove one of them"
-    estimator = KL_ESTIMATORS.find_or_none(settings["kl_estimator"] or DEFAULT_KL_ESTIMATOR)
-    is_full = settings["kl_coefficient"] and settings["kl_score"] in (None, TermScore.FULL)
-    if is_full and estimator is not None and estimator.takes_log_ratio:
-        yield (
-            f"{typed} with --kl-estimator {estimator.name}: it multiplies a KL over the whole vocabulary by a ratio over the kept "
-            "ids; add --kl-score support"
-        )
+        if use == SupportUse.REPLAY:
+            yield f"--sampling-support {use} has no effect: this run samples from the whole vocabulary; add --top-p"
+    elif use == SupportUse.REFUSE:
+        typed = f"--top-p {options.top_p} with --sampling-support {use}"
+        yield f"{typed}: without the kept ids every ratio is off by their mass; remove one of them"
 
 
 def check_one_step(options: TrainLaunch) -> Iterator[str]:

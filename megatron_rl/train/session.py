@@ -20,7 +20,6 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank
 from megatron_rl.megatron.ranks import initialize_ranks
-from megatron_rl.policy_loss.support_terms import terms_over_kept_ids
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts
 from megatron_rl.train.hf_weights import read_hf_model
@@ -149,7 +148,7 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     elif not options.rollouts:
         samples += f", {options.steps_per_rollout} steps a rollout"
     if options.top_p < 1.0:
-        samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
+        samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids"
     print(
         f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | "
         f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g} | {samples} | "

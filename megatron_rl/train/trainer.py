@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay, TermScore
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
@@ -148,15 +148,13 @@ class PolicyTrainer:
         recorder: RouteRecorder | None = None,
     ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
-        weights before training). Those of samples with kept_ids are over these, the reference's where --kl-score says so; 0 at a
-        token outside its set.
+        weights before training). Those of samples with kept_ids are over these; 0 at a token outside its set.
         Communication: as response_log_probs. Raises ConfigError without a reference."""
         model = self._reference if of_reference else self.model
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
         has_routes = self.settings.router_replay == RouterReplay.ROLLOUT
-        has_sets = not of_reference or self.config.kl_score == TermScore.SUPPORT
-        plain = [[unweighted(sample, has_routes and not of_reference, has_sets) for sample in samples] for samples in microbatches]
+        plain = [[unweighted(sample, has_routes and not of_reference) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)
         sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]

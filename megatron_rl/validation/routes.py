@@ -20,7 +20,6 @@ from megatron_rl.config import (
     Route,
     RouterAuxLoss,
     SupportUse,
-    TermScore,
     Watchdog,
     flag_fields,
 )
@@ -41,7 +40,7 @@ _FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
     frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support",),
     # Elsewhere the host makes the step, and the loss sees micro-batches.
     frozenset({Route.MEGATRON_LM, Route.TRAIN}): (*("router_aux_loss", "gradient_divisor"),),
-    frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog", "kl_score", "entropy_score"),
+    frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog"),
 }
 
 
@@ -57,8 +56,6 @@ CHOICES: dict[str, type[StrEnum]] = {
     "importance_correction_level": CorrectionLevel,
     "empty_step": EmptySteps,
     "sampling_support": SupportUse,
-    "kl_score": TermScore,
-    "entropy_score": TermScore,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "router_aux_loss": RouterAuxLoss,

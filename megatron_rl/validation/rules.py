@@ -12,7 +12,6 @@ from megatron_rl.config import (
     CorrectionLevel,
     PolicyMetrics,
     Route,
-    TermScore,
     Watchdog,
     flag_fields,
 )
@@ -144,13 +143,8 @@ def corrections_fit(launch: Settings) -> Iterator[str]:
 
 def settings_are_read(launch: Settings) -> Iterator[str]:
     """What nothing reads beside the other settings. What a host reports by itself, its own rules know."""
-    config, loss, given = launch.config, launch.loss, launch.set_flags
+    config, given = launch.config, launch.set_flags
     has_no_kl, has_no_metrics = config.kl_coefficient == 0, config.policy_metrics == PolicyMetrics.NONE
-    has_entropy = (
-        config.entropy_coefficient
-        or config.policy_metrics == PolicyMetrics.WITH_ENTROPY
-        or (loss is not None and loss.needs_entropy)
-    )
     has_head = config.fused_lm_head_loss is True
     has_budget = "--max-logits-bytes" in given or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
     # The default watches every run. Only a user who sets the flag expects it to work.
@@ -159,8 +153,6 @@ def settings_are_read(launch: Settings) -> Iterator[str]:
     # The setting, whether it is set and not read, what is missing, the flag that adds it.
     rows = (
         ("kl_estimator", config.kl_estimator != DEFAULT_KL_ESTIMATOR and has_no_kl, "a KL term", "--kl-coefficient"),
-        ("kl_score", config.kl_score == TermScore.SUPPORT and has_no_kl, "a KL term", "--kl-coefficient"),
-        ("entropy_score", config.entropy_score == TermScore.SUPPORT and not has_entropy, "an entropy", "--entropy-coefficient"),
         ("allow_partial_prompt_groups", has_no_size, "a size of groups", "--samples-per-prompt"),
         ("max_logits_bytes", has_budget and not has_head, "the fused head", "--fused-lm-head-loss"),
         ("watchdog", has_watchdog and has_no_metrics, "metrics", "--policy-metrics basic"),

@@ -1,4 +1,4 @@
-"""Multiplies the pairs of a sparse head (ops/sparse_head.py) in two kernels, which read rows of hidden states and of the weight.
+"""Multiplies the pairs of a head with kept ids (ops/support.py) in two kernels, which read rows of hidden states and of the weight.
 
     gather_product    programs (k / PAIRS)            X [T, H], W [V_tp, H], (row, column) of each pair -> z [k]
     scatter_product   programs (segments, H / BLOCK)  g [k], rows of W or X of each pair -> rows of dX, or added to rows of dW
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_rl.ops.log_probs_torch import working_dtype
-from megatron_rl.ops.sparse_head import Pairs
+from megatron_rl.ops.support import Pairs
 
 
 @dataclass(frozen=True, slots=True)
