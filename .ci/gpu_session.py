@@ -40,7 +40,8 @@ FIRST_ROWS = [f"{row}, {head}, " for row in ("grpo token_mean", "gspo sample_mea
 # Exits with the reason where Transformer Engine's layers cannot be used.
 ASK_FOR_TRANSFORMER_ENGINE = (
     "import sys; from megatron_rl.megatron.cpu import import_megatron; import_megatron(); "
-    "from megatron_rl.megatron.model import transformer_engine_problem; sys.exit(transformer_engine_problem())"
+    "from megatron_rl.megatron.model import has_transformer_engine as works; "
+    "sys.exit(None if works() else 'Transformer Engine does not work here')"
 )
 
 

@@ -88,6 +88,7 @@ JUDGES = {
     "policy_loss/one_read_triton.py": "one_read generated_steps",
     "policy_loss/reduce_torch.py": "golden_losses losses loss_contract own_losses declare generated_steps losses_parallel",
     "policy_loss/reduce_triton.py": "losses_triton generated_steps",
+    "megatron/checks.py": "forward_step router_losses_said added_losses mtp_layouts",
     "megatron/attention.py": "attention rotary megatron_model",
     "megatron/model.py": "megatron_model model_shapes layouts",
     "megatron/multi_token.py": "multi_token_prediction mtp_layouts",

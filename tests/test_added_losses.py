@@ -17,7 +17,7 @@ from test_layouts import config_of
 
 from megatron_rl.hosts import model_notes, training_hooks
 from megatron_rl.megatron import installed
-from megatron_rl.megatron.attached import check_attached
+from megatron_rl.megatron.checks import check_attached, contract_problems
 from megatron_rl.validation.auxiliary_losses import SCALERS
 
 megatron = pytest.mark.megatron
@@ -107,10 +107,8 @@ def test_a_model_that_attaches_an_unknown_loss_is_refused_in_its_first_forward(f
 # The indexer of sparse attention
 
 
-def indexer_gradients(rank: int, contracts: list[tuple[bool, int]]) -> tuple[bool | None, list[float]]:
+def indexer_gradients(rank: int, contracts: list[tuple[bool, int]]) -> tuple[bool, list[float]]:
     """What the installed release says, and d / d indexer of a loss that is attached in each of M micro-batches, whose mean is 1."""
-    if installed.scales_indexer_loss() is None:
-        return None, []
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 
@@ -150,22 +148,19 @@ def test_what_the_installed_schedule_makes_of_the_loss_of_the_indexer(pool):
     """x micro-batches in 0.16 to 0.18, which give it no scale; once in 0.19. The question at start is answered as the schedule
     acts."""
     ((is_scaled, found),) = pool.run(indexer_gradients, [(False, 1), (False, 4), (True, 4)], world_size=1)
-    if is_scaled is None:
-        pytest.skip("this Megatron-Core has no sparse attention")
     assert found == pytest.approx([1, 1, 4] if is_scaled else [1, 4, 4])
 
 
 def contract_on_rank(rank: int) -> list[str]:
-    from megatron_rl.megatron import forward_step
     from megatron_rl.megatron.model import transformer_config
 
     answers = []
     for is_per_token, coefficient in ((False, 0.01), (True, 0.01), (False, 0.0)):
         config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
         vars(config)["dsa_indexer_loss_coeff"] = coefficient
-        answers.append(error_of(lambda c=config: forward_step.check_contract(config_of("grpo", "token_mean"), c)))
+        answers.append("".join(contract_problems(config_of("grpo", "token_mean"), config)))
     vars(config).update(hybrid_context_parallel=True, expert_model_parallel_size=2)
-    answers.append(error_of(lambda: forward_step.check_contract(config_of("grpo", "token_mean"), config)))
+    answers.append("".join(contract_problems(config_of("grpo", "token_mean"), config)))
     return answers
 
 
@@ -178,13 +173,11 @@ def test_the_forward_step_refuses_an_indexer_under_both_contracts(pool):
 
 def layers_of_indexer_on_rank(rank: int) -> list[str]:
     """What Megatron says to them on a CPU, and what we do."""
-    from megatron_rl.megatron.model import build_gpt_model, transformer_config
-
-    if installed.scales_indexer_loss() is None:
-        return []
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
     from megatron.core.transformer.experimental_attention_variant import dsa
+
+    from megatron_rl.megatron.model import build_gpt_model, transformer_config
 
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
     latent = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
@@ -201,10 +194,7 @@ def layers_of_indexer_on_rank(rank: int) -> list[str]:
 def test_layers_with_an_indexer_are_refused_because_they_cannot_be_built_here(pool):
     """Their activations are turned by a CUDA package, which a CPU has not; 0.16 to 0.18 have no local layers either. Without the
     refusal plain layers would be built."""
-    found = pool.run(layers_of_indexer_on_rank, world_size=1)[0]
-    if not found:
-        pytest.skip("this Megatron-Core has no sparse attention")
-    rotation, _, ours = found
+    rotation, _, ours = pool.run(layers_of_indexer_on_rank, world_size=1)[0]
     assert "fast_hadamard_transform is not installed" in rotation
     assert "experimental_attention_variant='dsa': build_gpt_model has no such layers" in ours
 

@@ -226,6 +226,20 @@ def test_sets_of_another_number_of_tokens_are_refused():
         padded([sample_of(0, 2, 3, kept_ids=kept_of(0, 2, 3)), sample_of(1, 2, 3, kept_ids=kept_of(1, 2, 2))])
 
 
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ([[[0, 1]]], r"sample 0: routes are torch.int64 \(1, 1, 2\), not ids \[num_moe_layers, 2, topk\]"),
+        ([[[0.5, 1.0], [1.0, 2.0]]], "sample 0: routes are torch.float32"),
+        ([[[0, -1], [1, 2]]], "the experts of a token must be different ids of at least 0"),
+        ([[[0, 1], [2, 2]]], "the experts of a token must be different ids"),
+    ],
+)
+def test_wrong_routes_are_refused(routes, message):
+    with pytest.raises(DataError, match=message):
+        padded([sample_of(0, 1, 2, routes=torch.tensor(routes))])
+
+
 def test_the_staleness_of_a_sample_is_the_step_s_version_less_its_own():
     samples = [sample_of(0, 2, 3, policy_version=7), sample_of(1, 2, 3, policy_version=4)]
     context = replace(CONTEXT, policy_version=9)

@@ -19,9 +19,8 @@ from megatron_rl.layout.context_groups import have_same_ranks, make_context_grou
 from megatron_rl.layout.groups import SINGLE, SingleProcess, resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
-from megatron_rl.megatron.context_groups import packed_params_of
+from megatron_rl.megatron.context_groups import hybrid_data, packed_params_of
 from megatron_rl.megatron.forward_step import PolicyForwardStep
-from megatron_rl.megatron.hybrid_schedule import HybridRounds
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.schedule import scale_for_schedule
@@ -117,12 +116,12 @@ def test_a_model_that_met_another_group_names_each_group_from_then_on(pool):
 def refused_on_rank(rank: int) -> dict[str, str]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    def error(change=lambda model: None, cp_group=None, **settings) -> str:
+    def error(change=lambda model: None, **settings) -> str:
         config = transformer_config(num_layers=1, hidden_size=8, num_attention_heads=2)
         model = build_gpt_model(config, vocab_size=16, max_sequence_length=8)
         vars(config).update(settings)
         change(model)
-        batch = SimpleNamespace(cp_group=made[1] if cp_group is None else cp_group, packed_seq_params=None)
+        batch = SimpleNamespace(cp_group=made[1], packed_seq_params=None)
         return error_of(lambda: packed_params_of(model, config, batch))
 
     def with_core(kind: type) -> object:
@@ -135,11 +134,7 @@ def refused_on_rank(rank: int) -> dict[str, str]:
         model.mixer = type("MambaMixer", (torch.nn.Module,), {"__module__": "megatron.core.ssm.mamba_mixer"})()
 
     made = make_context_groups([1])
-    with mock.patch("megatron_rl.megatron.context_groups.packed_params_name_groups", lambda: False):
-        old = error()
     return {
-        "old": old,
-        "single": error(cp_group=SINGLE),
         "core": error(with_core(DotProductAttention)),
         "mamba": error(with_mamba),
         "latent": error(multi_latent_attention=True, mtp_num_layers=1),
@@ -152,13 +147,11 @@ def test_what_cannot_take_a_group_of_its_own_is_refused_by_name(pool):
     start = "a micro-batch over 1 context-parallel ranks, in a model with 2: "
     for errors in pool.run(refused_on_rank, world_size=2, context_parallel_size=2):
         assert all(start in error for error in errors.values())
-        assert "has no cp_group; install megatron-core 0.16 or later" in errors["old"]
-        assert "SINGLE is no process group" in errors["single"] and "make_context_groups" in errors["single"]
         assert "DotProductAttention does not read the group in packed_seq_params" in errors["core"]
         assert "its state-space layers exchange over the model's group alone" in errors["mamba"]
-        assert "multi_latent_attention=True: its layers" in errors["latent"] and "mtp_num_layers=1: multi-" in errors["latent"]
-        assert "cuda_graph_impl='local': a graph repeats the group" in errors["graph"]
-        assert "hierarchical_context_parallel_sizes=[1, 2]: its groups are made once" in errors["hierarchical"]
+        assert "multi_latent_attention=True: its layers" in errors["latent"] and "mtp_num_layers=1: its" in errors["latent"]
+        assert "cuda_graph_impl='local': its layers take one group" in errors["graph"]
+        assert "hierarchical_context_parallel_sizes=[1, 2]: its layers" in errors["hierarchical"]
 
 
 def log_probs_on_rank(rank: int, layout: Layout) -> list[list[float]]:
@@ -208,7 +201,7 @@ def test_the_first_microbatches_are_counted_by_group():
     with mock.patch.object(forward_step_module, "checks_microbatch", numbers.append):
         for group in (first, second, second, first, second):
             batch.cp_group = group
-            options = forward_step._loss_options(batch, SimpleNamespace(tp=SINGLE, cp=SINGLE), None)
+            options = forward_step._options_of(batch, SimpleNamespace(tp=SINGLE, cp=SINGLE), None)
             assert options["cp_group"] is group
     assert numbers == [0, 0, 1, 1, 2]
 
@@ -278,13 +271,13 @@ class HybridModel(LayoutModel):
     def run_in_rounds(self, models, batches, seq_length, micro_batch_size, forward_step):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        rest = iter(batches)
-        rounds = HybridRounds([[next(rest) for _ in of_round] for of_round in self.rounds], self.groups.dp_cp)
+        rest, in_order = iter(batches), iter(batches)
+        rounds = [[next(rest).cp_group for _ in of_round] for of_round in self.rounds]
         return get_forward_backward_func()(
-            forward_step_func=rounds.forward_step(forward_step),
-            data_iterator=rounds.data_iterator(),
+            forward_step_func=lambda _, model: forward_step(in_order, model),
+            data_iterator=hybrid_data(rounds, self.groups.dp_cp),
             model=models[0],
-            num_microbatches=rounds.num_microbatches,
+            num_microbatches=len(batches),
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=False,
@@ -352,10 +345,9 @@ def test_the_probe_runs_the_hybrid_schedule(pool, sizes):
 
 
 def test_the_last_round_needs_a_microbatch():
-    batch = SimpleNamespace(cp_group=SINGLE)
-    for rounds in ([], [[batch], []]):
+    for rounds in ([], [[SINGLE], []]):
         with pytest.raises(ConfigError, match="the last of the rounds has no micro-batch on this rank"):
-            HybridRounds(rounds, SINGLE)
+            hybrid_data(rounds, SINGLE)
 
 
 def test_own_loops_may_have_what_hosts_may_not():

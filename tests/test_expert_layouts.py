@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import os
 import re
-import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -395,25 +393,6 @@ LOSSES = {
 OF_ALL_TOKENS = ("z_loss", "seq_aux_loss")
 
 
-def gives_padding_mask() -> bool:
-    """Megatron-Core 0.16 and later."""
-    from megatron.core.models.gpt import GPTModel
-
-    return "padding_mask" in inspect.signature(GPTModel.forward).parameters
-
-
-def needs_padding_mask() -> None:
-    if not gives_padding_mask():
-        pytest.skip("this Megatron-Core gives routers no padding mask; see test_a_release_without_padding_mask_is_named")
-
-
-def has_loss(name: str) -> bool:
-    """Losses of micro-batches of all ranks came with Megatron-Core 0.15."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return name not in (BOTH, "global_aux_loss") or hasattr(TopKRouter, "_apply_global_aux_loss")
-
-
 def of_auxiliary_losses(pool, cases: list[tuple[Layout, list[StepSample], str, dict]]) -> list[dict[str, torch.Tensor]]:
     """The gradient of the losses alone, for each (layout, step, --router-aux-loss, options). Layouts of one set of process groups.
 
@@ -435,8 +414,8 @@ def stock(pool):
     @functools.cache
     def of(pipeline: int, num_microbatches: int) -> dict[str, dict[str, torch.Tensor]]:
         layout = Layout(pipeline=pipeline, num_microbatches=num_microbatches)
-        names = [name for name in LOSSES if name != BOTH and has_loss(name)]
-        modes = {"global_aux_loss": "exact"} if num_microbatches > 1 and gives_padding_mask() else {}
+        names = [name for name in LOSSES if name != BOTH]
+        modes = {"global_aux_loss": "exact"} if num_microbatches > 1 else {}
         cases = [(layout, ragged_samples(), modes.get(name, "host"), LOSSES[name]) for name in names]
         return dict(zip(names, of_auxiliary_losses(pool, cases), strict=True))
 
@@ -457,7 +436,6 @@ def in_microbatches_of_one_rank(step: list[StepSample], layout: Layout) -> list[
 @pytest.mark.parametrize("layout", AUX_LAYOUTS)
 def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout):
     """Both contracts. A z-loss and a loss of samples are of the whole step, the others of a micro-batch."""
-    needs_padding_mask()
     names = [name for name in LOSSES if not (layout.packed and name == "seq_aux_loss")]
     layouts = {contract: replace(layout, calculate_per_token_loss=contract == "per token") for contract in ("default", "per token")}
     steps = {name: ragged_samples() for name in names}
@@ -491,7 +469,6 @@ def test_the_global_loss_does_not_depend_on_how_many_tokens_a_micro_batch_has(si
 
 def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     """Otherwise the rows above could not fail."""
-    needs_padding_mask()  # where padding counts, micro-batches have as many tokens, and the mean of means is the mean
     step, z_loss = ragged_samples(), LOSSES["z_loss"]
     layout = Layout(num_microbatches=4)
     cut, per_token = of_auxiliary_losses(
@@ -499,43 +476,6 @@ def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     )
     assert error_of_whole(cut, stock(1, 1)["z_loss"]) > 0.1
     assert error_of_whole(per_token, stock(1, 1)["z_loss"]) > 1.0
-
-
-def told_on_rank(rank: int, has_padding_mask: bool = True) -> list[str]:
-    """The warnings of two steps. has_padding_mask False: as if the installed Megatron-Core had none."""
-    config = config_of("reinforce", "token_mean", router_aux_loss="host")
-    takes_padding_mask, changed = router_losses.takes_padding_mask, (lambda model: False)
-    router_losses.takes_padding_mask = takes_padding_mask if has_padding_mask else changed
-    try:
-        model = LayoutModel(Layout(calculate_per_token_loss=True, num_microbatches=2), row_length(ragged_samples(), Layout()), SAID)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model.step(config, ragged_samples())
-            if not has_padding_mask:
-                exact = config_of("reinforce", "token_mean", router_aux_loss="exact")
-                warnings.warn(error_of(lambda: model.step(exact, ragged_samples())), stacklevel=1)
-    finally:
-        router_losses.takes_padding_mask = takes_padding_mask
-    return [str(warning.message) for warning in caught if re.search("--router-aux-loss|padding mask", str(warning.message))]
-
-
-SAID = model_of(Layout(), **LOSSES["z_loss"])
-
-
-def test_the_scale_of_the_host_is_said_once(pool):
-    """In four micro-batches."""
-    needs_padding_mask()
-    (line,) = pool.run(told_on_rank, world_size=1)[0]
-    assert "host keeps Megatron's scale of z_loss, which depends on the layout" in line
-
-
-def test_a_release_without_padding_mask_is_named(pool):
-    """FB-99: Megatron-Core before 0.16: said once, and exact is refused."""
-    padding, scale, refused = pool.run(told_on_rank, False, world_size=1)[0]
-    assert "gives routers no padding mask: padding counts as tokens of what balances the experts" in padding
-    assert "host keeps Megatron's scale of z_loss" in scale
-    assert "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask" in refused
 
 
 def test_ranks_of_a_pool_take_a_model_with_more_layers_than_the_last(pool):

@@ -10,7 +10,6 @@ import pytest
 import trainer_cases as cases
 from helpers import error_of, pool_of
 from test_checkpoints import CONFIG, EXPERTS, OPTIONS, run_on_rank
-from test_expert_layouts import gives_padding_mask
 
 from megatron_rl.__main__ import main
 from megatron_rl.testing.ranks import run_ranks
@@ -76,14 +75,12 @@ def test_the_preset_learns_on_two_ranks_that_share_the_experts(tmp_path):
 
     def on_rank(rank: int) -> int:
         os.environ.update(WORLD_SIZE="2", RANK=str(rank))
-        scale = [] if gives_padding_mask() else ["--router-aux-loss", "host"]
         until = ["--target-reward", "0.91"]
-        given = ["--preset", "moe", f"--{EP.replace('_', '-')}", "2", *scale, *until, "--output-dir", str(tmp_path / "run")]
+        given = ["--preset", "moe", f"--{EP.replace('_', '-')}", "2", *until, "--output-dir", str(tmp_path / "run")]
         return main(["train", *given])
 
     assert run_ranks(on_rank, 2, use_megatron=False) == [0, 0]
     rows = cases.metrics_of(tmp_path / "run")
     rewards = [row[REWARD] for row in rows]
     assert rewards[0] < 0.2 and max(rewards) > 0.9
-    assert 0 < min(row["policy/max_vio"] for row in rows) and rows[-1]["policy/max_vio"] < 1
     assert (tmp_path / "run" / "curves.png").exists()

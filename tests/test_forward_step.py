@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
-from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
+from megatron_rl.megatron.checks import contract_problems
+from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import find_output_layer
 
 pytestmark = pytest.mark.megatron
@@ -68,10 +69,11 @@ def test_the_per_token_contract_takes_token_mean_alone():
     from megatron.core.transformer import TransformerConfig
 
     model = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=True)
-    check_contract(PolicyLossConfig(loss_aggregation="token_mean"), model)
-    with pytest.raises(ConfigError, match="--loss-aggregation sample_mean with calculate_per_token_loss=True"):
-        check_contract(PolicyLossConfig(loss_aggregation="sample_mean"), model)
-    check_contract(PolicyLossConfig(loss_aggregation="sample_mean"), replace(model, calculate_per_token_loss=False))
+    sample_mean = PolicyLossConfig(loss_aggregation="sample_mean")
+    [problem] = contract_problems(sample_mean, model)
+    assert problem.startswith("--loss-aggregation sample_mean with calculate_per_token_loss=True")
+    assert [*contract_problems(PolicyLossConfig(loss_aggregation="token_mean"), model)] == []
+    assert [*contract_problems(sample_mean, replace(model, calculate_per_token_loss=False))] == []
 
 
 def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):

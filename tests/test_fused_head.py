@@ -32,10 +32,9 @@ from trainer_cases import (
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.head import HeadSettings, check_head, run_model
+from megatron_rl.megatron.head import HeadSettings, run_model, setting_problems
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
@@ -286,7 +285,8 @@ def test_no_logits_larger_than_the_budget_are_ever_there(pool, settings):
 
 def model_input(tokens):
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return SimpleNamespace(tokens=tokens, position_ids=positions, packed_seq_params=None, cp_group=None, replayed_routes=None)
+    absent = dict.fromkeys(("packed_seq_params", "cp_group", "routes", "is_padding"))
+    return SimpleNamespace(tokens=tokens, position_ids=positions, **absent)
 
 
 def small_model(**overrides):
@@ -421,12 +421,10 @@ def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():
     config = SimpleNamespace(
         mtp_num_layers=1, defer_embedding_wgrad_compute=True, bf16=False, fp16=False, params_dtype=torch.float32
     )
-    check_head(HeadSettings(), config)
-    with pytest.raises(ConfigError) as error:
-        check_head(HeadSettings(is_fused=True, is_fp32=True), config)
-    mtp, deferred, float32 = error.value.problems
+    assert [*setting_problems(HeadSettings(), config)] == []
+    mtp, deferred, float32 = setting_problems(HeadSettings(is_fused=True, is_fp32=True), config)
     assert "--fused-lm-head-loss and --fp32-lm-head with mtp_num_layers=1" in mtp and "remove --mtp-num-layers" in mtp
     assert "remove --defer-embedding-wgrad-compute" in deferred
     assert "float32 parameters" in float32
     vars(config).update(mtp_num_layers=None, defer_embedding_wgrad_compute=False, bf16=True, params_dtype=torch.bfloat16)
-    check_head(HeadSettings(is_fused=True, is_fp32=True), config)
+    assert [*setting_problems(HeadSettings(is_fused=True, is_fp32=True), config)] == []

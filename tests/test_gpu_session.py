@@ -71,6 +71,6 @@ def test_the_smallest_form_of_every_stage_runs(tmp_path):
     # Without CUDA there are no layers of Transformer Engine.
     expected = {name: "left out" if name == "te" else "ok" for name in gpu_session.STAGES}
     assert {name: one["verdict"] for name, one in found.items()} == expected, log
-    assert "Transformer Engine needs CUDA" in found["te"]["output_ends"][-1]
+    assert "Transformer Engine does not work here" in found["te"]["output_ends"][-1]
     assert "PASS" in found["selftest"]["output_ends"][-1] and "passed" in found["tests"]["output_ends"][-1]
     assert all(list(tmp_path.glob(f"*_{kind}_results.json")) for kind in ("losses", "head"))

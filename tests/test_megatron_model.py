@@ -16,7 +16,6 @@ from trainer_cases import CP, PP, TP, VPP
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron import model as model_module
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 
 pytestmark = pytest.mark.megatron
@@ -261,7 +260,6 @@ def build_refusals(rank):
         ({}, {"vp_stage": 0}),
         ({VPP: 2}, {}),
         ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, **DEFAULT_P2P}, {"vp_stage": 0}),
-        ({}, {"use_transformer_engine": True}),
     ):
         config = small_config()
         vars(config).update(changes)
@@ -281,30 +279,12 @@ def test_what_no_layout_can_build_is_refused_with_the_remedy(pool):
         "vp_stage=0 with virtual_pipeline_model_parallel_size=None",
         "vp_stage=None with virtual_pipeline_model_parallel_size=2: build one model for each",
         "silently wrong gradients",
-        "use_transformer_engine=True: Transformer Engine needs CUDA",
         "tensor_model_parallel_size=1, but parallel_state was initialised with 2",
         "context_parallel_size=4, but parallel_state was initialised with 1",
     ]
     messages = pool.run(build_refusals, world_size=2, **{TP: 2})[0]
     for message, part in zip(messages, expected, strict=True):
         assert part in message
-
-
-def refusals_of_releases(rank):
-    """What is said where the installed Megatron-Core is an earlier or a later one."""
-    latent = {"multi_latent_attention": True, "q_lora_rank": None, "qk_layernorm": True, "normalization": "RMSNorm"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_module, "shares_key_heads", lambda: False)
-        patch.setattr(model_module, "norms_queries_twice", lambda: True)
-        config = small_config(**latent, sequence_parallel=True)
-        return [error_of(lambda: small_config(num_query_groups=1)), error_of(lambda: build_gpt_model(config, **SIZES))]
-
-
-def test_what_another_release_of_megatron_does_not_compute_is_refused(pool):
-    """Before 0.16 it has a ValueError for key heads, without what to do. Since 0.19 it builds another model, or fails in a mock."""
-    key_heads, queries = pool.run(refusals_of_releases, world_size=2, **{TP: 2})[0]
-    assert "num_query_groups=1 with tensor_model_parallel_size=2: before Megatron-Core 0.16 a rank holds whole key" in key_heads
-    assert "q_lora_rank=None with qk_layernorm=True: since 0.19 Megatron-Core normalises the hidden states once more" in queries
 
 
 def heads(rank):

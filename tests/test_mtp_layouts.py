@@ -18,11 +18,11 @@ from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
-from megatron_rl.megatron import head, multi_token, router_losses
+from megatron_rl.megatron import head, multi_token
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
-from megatron_rl.megatron.forward_step import PolicyForwardStep, check_contract
+from megatron_rl.megatron.checks import contract_problems
+from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.model import find_output_layer, transformer_config
-from megatron_rl.megatron.probe import megatron_version
 from megatron_rl.megatron.samples import count_further_tokens
 from megatron_rl.testing.invariance import Layout, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel, StepSample, make_step_batches, row_length
@@ -77,24 +77,12 @@ NUM_SAMPLES = 8  # one of them has a prompt of one token
 pool = pool_of(4)
 
 
-def borders_on_rank(rank: int) -> bool:
-    from megatron.core.transformer import multi_token_prediction
-
-    return "packed_seq_params" in inspect.signature(multi_token_prediction.roll_tensor).parameters
-
-
 def recomputes_on_rank(rank: int) -> bool:
     """Megatron-Core 0.18 gives the recomputation of these layers an argument that it does not take."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
     given, taken = (inspect.signature(method).parameters for method in (Layer._get_embeddings, Layer._checkpointed_forward))
     return "padding_mask" not in given or "padding_mask" in taken
-
-
-@pytest.fixture
-def knows_borders(pool):
-    if not pool.run(borders_on_rank, world_size=1)[0]:
-        pytest.skip("this Megatron-Core shifts tokens over the borders of samples: these layers are refused")
 
 
 def truth_on_rank(rank: int, model: TinyGPT) -> tuple[LossTruth, float]:
@@ -143,7 +131,7 @@ def the_policys_denominator():
 
 @megatron
 @pytest.mark.parametrize(("layout", "model"), ROWS)
-def test_each_parameter_has_the_one_process_float64_gradient(knows_borders, pool, truth_of, layout, model):
+def test_each_parameter_has_the_one_process_float64_gradient(pool, truth_of, layout, model):
     """Of GSPO and both layers of MTP. The fused head has the same, and makes no logits of MTP."""
     if model == RECOMPUTED and not pool.run(recomputes_on_rank, world_size=1)[0]:
         pytest.skip("this Megatron-Core cannot recompute these layers")
@@ -193,7 +181,7 @@ def tied_on_rank(rank: int, layout: Layout) -> list:
     [Layout(pipeline=2, num_microbatches=2), pytest.param(Layout(**SP, num_microbatches=2), marks=SLOW)],
     ids=str,
 )
-def test_a_tied_embedding_has_the_gradient_of_one_rank(knows_borders, pool, layout):
+def test_a_tied_embedding_has_the_gradient_of_one_rank(pool, layout):
     """It is the head, the embedding of the first stage, and that of these layers: a fused head must not hide the last one."""
     answers = [
         [
@@ -216,13 +204,11 @@ def without_padding_mask():
 
 
 @megatron
-def test_exact_losses_of_routers_in_these_layers_leave_padding_out(knows_borders, pool):
+def test_exact_losses_of_routers_in_these_layers_leave_padding_out(pool):
     """Also where backward recomputes the layer: a z-loss on one rank with padded rows, and on packed rows without."""
     layers = {**EXPERTS, "moe_layer_freq": (1, 1), "moe_z_loss_coeff": 1.0}
     still = [replace(sample, advantage=0.0) for sample in ragged_samples()]
     config = config_of("reinforce", "token_mean", router_aux_loss="exact")
-    if not pool.run(has_padding_mask, world_size=1)[0]:
-        pytest.skip("this Megatron-Core gives routers no padding mask, and refuses exact")
     one, faulty = steps_of(pool, Layout(), model_of(**layers), still, [config], [without_padding_mask])
     recomputed = model_of(**layers, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     packed = Layout(packed=True, num_microbatches=2)  # Megatron does not recompute these layers for packed rows
@@ -233,12 +219,6 @@ def test_exact_losses_of_routers_in_these_layers_leave_padding_out(knows_borders
         (other,) = steps_of(pool, layout, model, still, [config])
         assert error_of_whole(merged(other).gradient, merged(one).gradient) < GRADIENT_TOLERANCE
     assert error_of_whole(merged(faulty).gradient, merged(one).gradient) > 100 * GRADIENT_TOLERANCE
-
-
-def has_padding_mask(rank: int) -> bool:
-    from megatron.core.models.gpt import GPTModel
-
-    return router_losses.takes_padding_mask(GPTModel)
 
 
 # What is counted, and what a batch holds
@@ -318,38 +298,11 @@ def off_on_rank(rank: int) -> list:
 
 
 @megatron
-def test_without_its_loss_nothing_of_it_runs(knows_borders, pool):
+def test_without_its_loss_nothing_of_it_runs(pool):
     is_equal, has_none, missing, has_equal_logits, restored = pool.run(off_on_rank, world_size=1)[0]
     assert all(is_equal) and len(is_equal) > 10 and all(has_none) and len(has_none) > 20
     assert "mtp_num_layers=2 needs the tokens of the whole step that its layers predict" in missing
     assert has_equal_logits and restored == (2, True)
-
-
-def recomputed_on_rank(rank: int) -> list[str]:
-    """The errors of packed rows whose layers of MTP are recomputed: of this package, and of Megatron-Core where it is asked."""
-    step, config = ragged_samples(), config_of("gspo", "token_mean")
-    layout = Layout(packed=True)
-    model = LayoutModel(layout, row_length(step, layout), RECOMPUTED).models[0]
-    model_config = model.module.config
-    (batch,) = make_step_batches(config, layout, step, resolve_groups(), model_config=model_config)
-    forward_step = PolicyForwardStep(config, vocab_size=61)
-
-    def forward(version: str) -> str:
-        with mock.patch("megatron_rl.megatron.multi_token.megatron_version", lambda: version):
-            return error_of(lambda: forward_step(iter([batch]), model))
-
-    errors = [forward("0.16.1"), forward("another"), batch.packed_seq_params is not None]
-    model_config.recompute_method = "block"
-    return [*errors, forward("0.16.1")]
-
-
-@megatron
-def test_packed_layers_that_megatron_cannot_recompute_are_refused_by_name(knows_borders, pool):
-    if not megatron_version().startswith("0.16."):
-        pytest.skip("the error is one of megatron-core 0.16")
-    ours, megatrons, is_packed, of_block = pool.run(recomputed_on_rank, world_size=1)[0]
-    assert ours.startswith("ConfigError: mtp_num_layers=2 with recompute_granularity=full on packed rows")
-    assert megatrons.startswith("TypeError") and is_packed and of_block == ""
 
 
 def divided_on_rank(rank: int) -> list[float]:
@@ -362,7 +315,7 @@ def divided_on_rank(rank: int) -> list[float]:
 
 
 @megatron
-def test_the_divisor_of_the_policys_gradient_is_not_its(knows_borders, pool):
+def test_the_divisor_of_the_policys_gradient_is_not_its(pool):
     difference, policy_loss = pool.run(divided_on_rank, world_size=1)[0]
     assert difference < 1e-6 and policy_loss == 0.0
 
@@ -375,7 +328,7 @@ def nonfinite_on_rank(rank: int) -> str:
 
 
 @megatron
-def test_a_layer_whose_scores_are_not_finite_ends_the_step(knows_borders, pool):
+def test_a_layer_whose_scores_are_not_finite_ends_the_step(pool):
     assert "DataError" in pool.run(nonfinite_on_rank, world_size=1)[0]
 
 
@@ -386,23 +339,17 @@ def refusals_on_rank(rank: int) -> list[str]:
     sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "mtp_num_layers": 1}
     plain = config_of("grpo", "token_mean")
     config = transformer_config(**sizes)
-    answers = [error_of(lambda: check_contract(plain, config))]
+    answers = ["".join(contract_problems(plain, config))]
     for name, value in (("use_mup", True), ("mtp_grad_scale_func", lambda: 2.0)):
         vars(config)[name] = value
-        answers.append(error_of(lambda: check_contract(plain, config)))
+        answers.append("".join(contract_problems(plain, config)))
         vars(config)[name] = None
-    from megatron.core.transformer import multi_token_prediction
-
-    with mock.patch.object(multi_token_prediction, "roll_tensor", lambda tensor, shifts, dims, cp_group: None):
-        answers.append(error_of(lambda: check_contract(plain, config)))
-        config.mtp_loss_scaling_factor = 0.0
-        answers.append(error_of(lambda: check_contract(plain, config)))
-    return answers
+    config.mtp_loss_scaling_factor, vars(config)["use_mup"] = 0.0, True
+    return [*answers, "".join(contract_problems(plain, config))]
 
 
 @megatron
-def test_what_would_not_be_exact_is_refused_by_name(knows_borders, pool):
-    fine, scaled, by_hand, old, switched_off = pool.run(refusals_on_rank, world_size=1)[0]
+def test_what_would_not_be_exact_is_refused_by_name(pool):
+    fine, scaled, by_hand, switched_off = pool.run(refusals_on_rank, world_size=1)[0]
     assert fine == switched_off == ""
     assert "mtp_num_layers=1 with use_mup=True" in scaled and "with mtp_grad_scale_func in the model's config: nothing" in by_hand
-    assert "mtp_num_layers=1: the installed Megatron-Core gives these layers the next tokens of a row without the borders" in old

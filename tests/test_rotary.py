@@ -15,7 +15,6 @@ pytestmark = pytest.mark.megatron
 
 HEAD, LENGTH = 16, 6
 YARN = Yarn(factor=8.0, original_length=64, beta_fast=4.0, beta_slow=1.0)
-EXACT = Yarn(factor=8.0, original_length=64, beta_fast=4.0, rounds_range=False, attention_factor=1.5)
 LLAMA3 = Llama3(factor=4.0, low_freq_factor=0.5, high_freq_factor=3.0, original_length=64)
 pool = pool_of(1)
 
@@ -41,8 +40,6 @@ def yarn_by_hand(yarn: Yarn, base: float) -> list[float]:
         return HEAD * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
     low, high = place(yarn.beta_fast), place(yarn.beta_slow)
-    if yarn.rounds_range:
-        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, HEAD - 1)
     shares = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(HEAD // 2)]
     return [f * (1 - share) + f / yarn.factor * share for f, share in zip(frequencies(HEAD, base), shares, strict=True)]
@@ -61,11 +58,9 @@ def llama3_by_hand(llama3: Llama3, base: float) -> list[float]:
     ("rotary", "by_hand", "factor"),
     [
         pytest.param(Rotary(), frequencies(HEAD, 10000), 1.0, id="whole heads"),
-        pytest.param(Rotary(base=1e6, percent=0.5), frequencies(HEAD // 2, 1e6), 1.0, id="half of a head, as GLM"),
-        pytest.param(Rotary(linear_factor=3.0), [f / 3 for f in frequencies(HEAD, 10000)], 1.0, id="linear"),
+        pytest.param(Rotary(base=1e6), frequencies(HEAD, 1e6), 1.0, id="another base"),
         pytest.param(Rotary(base=500.0, llama3=LLAMA3), llama3_by_hand(LLAMA3, 500.0), 1.0, id="Llama 3"),
         pytest.param(Rotary(base=500.0, yarn=YARN), yarn_by_hand(YARN, 500.0), 0.1 * math.log(8) + 1, id="YaRN"),
-        pytest.param(Rotary(base=500.0, yarn=EXACT), yarn_by_hand(EXACT, 500.0), 1.5, id="YaRN, not rounded, its own factor"),
     ],
 )
 def test_the_angles_are_those_of_the_paper(pool, rotary, by_hand, factor):
@@ -77,35 +72,13 @@ def test_the_angles_are_those_of_the_paper(pool, rotary, by_hand, factor):
 
 def refusals_on_rank(rank: int) -> list[str]:
     latent = {"multi_latent_attention": True, "rope_type": "rope"}
-    cases = [
-        (Rotary(base=500.0), latent),
-        (Rotary(yarn=YARN), latent | {"rope_type": "yarn"}),
-        (Rotary(percent=0.5), latent),
-        (Rotary(percent=0.5, yarn=YARN), {}),
-        (Rotary(yarn=YARN), {"softmax_scale": 0.1}),
-        (Rotary(linear_factor=2.0, llama3=LLAMA3), {}),
-    ]
+    cases = [(Rotary(base=500.0), latent), (Rotary(yarn=YARN), {"softmax_scale": 0.1}), (Rotary(yarn=YARN, llama3=LLAMA3), {})]
     return [error_of(lambda rotary=rotary, options=options: model_of(rotary, **options)) for rotary, options in cases]
 
 
 def test_what_the_model_would_leave_out_is_refused(pool):
     """It would take the other form, or none, without an error."""
-    base, form, latent, percent, scale, two = pool.run(refusals_on_rank)[0]
-    assert "rope_type='rope' and rotary_base=10000: the config would win; set rope_type='rope' and rotary_base=500.0" in base
-    assert "rope_type='yarn' and rotary_base=10000: the config would win" in form
-    assert "rotary.percent=0.5 with multi_latent_attention: its rotated dimensions are in the config" in latent
-    assert "rotary.yarn multiplies rotated dimensions by 1.20794, which is not computed where others" in percent
+    latent, scale, two = pool.run(refusals_on_rank)[0]
+    assert "with multi_latent_attention: the config has its positions and wins; leave rotary out" in latent
     assert "softmax_scale=0.1 with rotary.yarn, which makes it 0.364" in scale
-    assert "rotary has linear_factor and llama3: positions are scaled in one form" in two
-
-
-def latent_angles_on_rank(rank: int, rotary: Rotary) -> torch.Tensor:
-    model = model_of(rotary, multi_latent_attention=True, rope_type="rope", qk_pos_emb_head_dim=HEAD, q_lora_rank=None)
-    return model.decoder.layers[0].self_attention.rotary_pos_emb(LENGTH)[:, 0, 0]
-
-
-def test_latent_attention_has_the_angles_too(pool):
-    rotary = Rotary(yarn=Yarn(factor=8.0, original_length=64, beta_fast=4.0, attention_factor=1.0))
-    angles = pool.run(latent_angles_on_rank, rotary)[0]
-    expected = torch.outer(torch.arange(LENGTH).double(), torch.tensor(yarn_by_hand(rotary.yarn, 10000) * 2).double())
-    torch.testing.assert_close(angles.double(), expected, rtol=1e-6, atol=1e-7)
+    assert "rotary has llama3 and yarn: positions are scaled in one form" in two

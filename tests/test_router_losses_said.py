@@ -13,12 +13,12 @@ import pytest
 import torch
 import trainer_cases
 from helpers import error_of, pool_of
-from test_expert_layouts import EXPERTS, LOSSES, merged, model_of, needs_padding_mask
+from test_expert_layouts import EXPERTS, LOSSES, merged, model_of
 from test_layouts import config_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import megatron_lm
-from megatron_rl.megatron import router_losses
+from megatron_rl.megatron.checks import check_model, exact_problems
 from megatron_rl.testing.layout_step import Layout, LayoutModel, row_length
 from megatron_rl.testing.reference import ragged_samples
 
@@ -34,26 +34,25 @@ def start_on_rank(rank: int, cases: list) -> list[tuple[str, list[str]]]:
         model = LayoutModel(Layout(), 16, model_of(Layout(), **options)).models[0]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            call = functools.partial(router_losses.check_routers, mode, model, model.config, is_packed=is_packed)
-            found.append((error_of(call), [str(warning.message) for warning in caught]))
+            config = config_of("reinforce", "sample_mean", router_aux_loss=mode)
+            check = functools.partial(check_model, config, model, is_packed=is_packed)
+            error, _ = error_of(check), error_of(check)  # said once, whatever calls it
+        found.append((error, [str(warning.message) for warning in caught]))
     return found
 
 
 def test_what_is_refused_or_said_of_these_losses_comes_at_start(pool):
     """Packed rows."""
-    needs_padding_mask()
     of_samples, of_microbatch = LOSSES["seq_aux_loss"], LOSSES["aux_loss"]
     cases = [("exact", True, of_samples), ("exact", False, of_samples), ("exact", True, of_microbatch), (None, True, of_samples)]
-    refused, silent, cut, whole_row = pool.run(start_on_rank, cases, world_size=1)[0]
+    refused, silent, cut, host = pool.run(start_on_rank, cases, world_size=1)[0]
     assert "exact with seq_aux_loss (--moe-aux-loss-coeff 3.0) and packed rows: Megatron gives its router no bounds" in refused[0]
     assert silent == ("", [])
-    assert cut[0] == "" and "exact: aux_loss: the tokens of a micro-batch are balanced, by definition" in cut[1][0]
-    assert whole_row[0] == "" and whole_row[1] == [
+    assert cut == ("", [])
+    assert host[0] == "" and host[1] == [
         "--router-aux-loss host keeps Megatron's scale of seq_aux_loss, which depends on the layout: a mean over micro-batches and "
         "ranks, under --calculate-per-token-loss x routed tokens / response tokens; choose exact for the value of one rank on the "
         "whole step",
-        "--router-aux-loss host: seq_aux_loss with packed rows: Megatron gives its router no bounds of samples, and balances the "
-        "whole row as one sample",
     ]
 
 
@@ -76,7 +75,6 @@ def refused_on_rank(rank: int) -> list[str]:
 
 
 def test_train_and_megatron_lm_refuse_before_the_first_step(pool):
-    needs_padding_mask()
     found = pool.run(refused_on_rank, world_size=1)[0]
     wanted = "exact with seq_aux_loss (--moe-aux-loss-coeff 3.0) and packed rows"
     assert len(found) == 2 and all(wanted in message for message in found), found
@@ -99,9 +97,8 @@ def test_a_second_scale_of_the_model_is_refused():
     from megatron.core.models.gpt import GPTModel
 
     config = SimpleNamespace(moe_grad_scale_func=lambda: 2.0)
-    problems = list(router_losses.exact_problems({"z_loss": 0.1}, GPTModel, config, is_packed=False))
+    problems = list(exact_problems({"z_loss": 0.1}, GPTModel, config, is_packed=False))
     assert any("moe_grad_scale_func in the model's config: both scale these losses; remove one" in problem for problem in problems)
-    assert not list(router_losses.exact_problems({}, GPTModel, config, is_packed=False))
 
 
 def host_after_exact(rank: int, first: str, options: dict) -> dict[str, torch.Tensor]:
@@ -117,7 +114,6 @@ def host_after_exact(rank: int, first: str, options: dict) -> dict[str, torch.Te
 
 
 def test_a_step_under_host_is_megatrons_own_after_an_exact_one(pool):
-    needs_padding_mask()
     exact, host = (pool.run(host_after_exact, first, LOSSES["z_loss"], world_size=1)[0] for first in ("exact", "host"))
     assert all(torch.equal(value, host[name]) for name, value in exact.items()) and any(value.any() for value in host.values())
 
@@ -134,7 +130,6 @@ def of_another_schedule(rank: int, factor: float) -> str:
 
 def test_a_schedule_with_another_scale_of_these_losses_is_refused_before_the_optimiser(pool):
     """Megatron-Core 0.13 has no cp in it; exact undoes what 0.16 to 0.19 do."""
-    needs_padding_mask()
     [message] = pool.run(of_another_schedule, 0.5, world_size=1)
     assert "multiplies the losses of routers by 0.25, and 0.5 (loss scale x cp / micro-batches) was expected" in message
     assert "would train x 0.5" in message and pool.run(of_another_schedule, 1.0, world_size=1) == [""]

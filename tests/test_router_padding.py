@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import pool_of
-from test_expert_layouts import LOSSES, error_of_whole, model_of, needs_padding_mask, of_auxiliary_losses
+from test_expert_layouts import LOSSES, error_of_whole, model_of, of_auxiliary_losses
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
 from megatron_rl.megatron.routing import RouteLog, routers_of
@@ -21,7 +21,6 @@ pool = pool_of(2)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_micro_batch_of_padding_alone_has_no_auxiliary_loss(pool, packed):
     """FB-99: one sample on two ranks: the mean over both is half of it, as Megatron's scale has it."""
-    needs_padding_mask()
     step, layout = ragged_samples()[:1], Layout(data=2, expert=2, packed=packed)
     for name in LOSSES:
         alone, found = (of_auxiliary_losses(pool, [(at, step, "host", LOSSES[name])])[0] for at in (Layout(packed=packed), layout))
@@ -63,7 +62,6 @@ BIAS_LAYOUTS += [Layout(context=2, expert=2, expert_tensor=1)]
 def test_the_bias_of_experts_counts_real_tokens(pool):
     """FB-99: the bias moves by the sign of (mean - tokens of the expert). Padding would decide it, and a layout places padding. The
     one token of padding of a packed row shows in the counts alone, and so does that of a rank without a sample."""
-    needs_padding_mask()
     options = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
     model = model_of(Layout(), **options)
     tokens = pool.run(tokens_of_experts, model, world_size=1)[0].float()

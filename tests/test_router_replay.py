@@ -1,10 +1,9 @@
-"""Router replay: which experts are replayed, with which weights, on which layout, and what the checker finds."""
+"""Router replay: which experts are replayed, with which weights, on which layout."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections import deque
 from dataclasses import replace
 from itertools import chain
 
@@ -18,10 +17,9 @@ from test_expert_layouts import SP, Run, errors_by_kind, run_on_layout
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.routing import GivenRoutes, RouteChecker, RouteLog, as_map, replay_problems, routers_of
-from megatron_rl.megatron.samples import RouteShape, expert_layers, route_problem
+from megatron_rl.megatron.routing import GivenRoutes, RouteLog, replay_problems, routers_of
+from megatron_rl.megatron.samples import expert_layers
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.ranks import RankError
@@ -59,7 +57,7 @@ def test_the_weights_of_replayed_experts_are_those_of_the_current_router():
 
     logits = torch.tensor([[1.0, 4.0, 2.0, 3.0], [1.0, 4.0, 2.0, 3.0]], requires_grad=True)
     door = GivenRoutes()
-    door.routes.open(torch.tensor([[0, 2], [-1, -1]], dtype=torch.int16))
+    door.open(torch.tensor([[0, 2], [-1, -1]], dtype=torch.int16))
     probs, chosen = topk_routing_with_score_function(logits, 2, router_replay=door)
     assert chosen.tolist() == [[True, False, True, False], [False, True, False, True]]
     expected = torch.zeros(2, 4)
@@ -67,7 +65,6 @@ def test_the_weights_of_replayed_experts_are_those_of_the_current_router():
     torch.testing.assert_close(probs, expected)
     (gradient,) = torch.autograd.grad(probs[0, 0], logits)
     assert gradient[0, [0, 2]].abs().min() > 0.1 and not gradient[0, [1, 3]].any()
-    assert door.own_choice.tolist() == [[1, 3], [1, 3]]
 
 
 def sampled_routes(rank: int, settings: dict) -> tuple[dict, dict, dict]:
@@ -92,7 +89,7 @@ def test_a_sampled_token_has_the_experts_of_the_last_forward_that_saw_it(pool):
         assert torch.equal(sampled[row], whole[row])
         for place, layer in enumerate(sorted(last)):  # [S, B]: rows of 6 positions and a place for the next token
             maps = last[layer].view(-1, 2, 4)[: num_tokens - 1, row]
-            assert torch.equal(as_map(sampled[row][place], 4), maps)
+            assert torch.equal(sampled[row][place].sort(-1).values, maps.nonzero()[:, 1].view(-1, 2))
 
 
 @pytest.mark.parametrize(
@@ -111,9 +108,9 @@ def test_each_rank_records_the_routes_of_whole_samples(pool, layout, settings):
             assert all(torch.equal(found[row], truth[row]) for row in (0, 1))
 
 
-def aux_loss_maps(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(what balances the experts, the router's own choice, what is used) of a replayed forward."""
-    trainer = cases.tiny_trainer(experts=EXPERTS | {"moe_aux_loss_coeff": 0.1}, router_replay="rollout")
+def aux_loss_maps(rank: int, replay: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what balances the experts, what is used) of the first layer's forward."""
+    trainer = cases.tiny_trainer(experts=EXPERTS | {"moe_aux_loss_coeff": 0.1}, router_replay=replay)
     (router, _), seen = routers_of(trainer.model), []
     of_class = type(router)._apply_aux_loss
 
@@ -123,13 +120,14 @@ def aux_loss_maps(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
     vars(router)["_apply_aux_loss"] = look
     with RouteLog([trainer.model]) as log:
-        trainer.step([with_random_routes(cases.ragged_step())])
-    return seen[0].bool(), as_map(vars(router)["router_replay"].own_choice, 4), log.by_layer[1][0]
+        step = cases.ragged_step()
+        trainer.step([with_random_routes(step) if replay == "rollout" else step])
+    return seen[0].bool(), log.by_layer[1][0]
 
 
 def test_an_auxiliary_loss_balances_the_routers_own_choice(pool):
     """Megatron-Core 0.16 takes the load for these losses from the current scores. Padding has none."""
-    ((balanced, own, used),) = pool.run(aux_loss_maps, world_size=1)
+    ((balanced, used),), ((_, own),) = (pool.run(aux_loss_maps, replay, world_size=1) for replay in ("rollout", "none"))
     real = balanced.any(1)
     assert torch.equal(balanced[real], own[real])
     assert not torch.equal(used[real], own[real])
@@ -167,9 +165,10 @@ SAMPLERS = {
 }
 
 
-def first_ratios(rank: int) -> dict[str, dict[str, tuple[float, dict[str, float]]]]:
-    """sampler -> replay -> (max |ratio - 1| over the response tokens, the metrics of the first step)."""
-    found: dict[str, dict] = {}
+def first_ratios(rank: int) -> dict[str, tuple[float, dict[str, tuple[float, dict[str, float]]]]]:
+    """sampler -> (share of tokens whose sampler chose other experts, replay -> (max |ratio - 1| over the response tokens, the
+    metrics of the first step))."""
+    found = {}
     for name, (change, with_weights) in SAMPLERS.items():
         trainers = {replay: cases.tiny_trainer(experts=EXPERTS, router_replay=replay) for replay in ("none", "rollout")}
         step, sampler = cases.ragged_step([(4, 24)] * 12), trainers["none"]
@@ -180,17 +179,22 @@ def first_ratios(rank: int) -> dict[str, dict[str, tuple[float, dict[str, float]
         for router in routers_of(sampler.model):
             vars(router)["router_replay"] = None
         given = [replace(s, routes=recorder.samples[n].tolist(), old_log_probs=sampled[n]) for n, s in enumerate(step)]
+        own, by_replay = sampler.route_recorder(), {}
+        sampler.log_probs([step], recorder=own)
+        pairs = [(own.samples[n], recorder.samples[n]) for n in range(len(step))]
+        others = torch.cat([(mine.sort(-1).values != other.sort(-1).values).any(-1).flatten() for mine, other in pairs])
         for replay, trainer in trainers.items():
-            (now,) = trainer.log_probs([given])
+            step = given if replay == "rollout" else [replace(sample, routes=None) for sample in given]
+            (now,) = trainer.log_probs([step])
             gaps = torch.tensor(list(chain(*now))) - torch.tensor(list(chain(*sampled)))
-            found.setdefault(name, {})[replay] = float(gaps.expm1().abs().max()), trainer.step([given])
+            by_replay[replay] = float(gaps.expm1().abs().max()), trainer.step([step])
+        found[name] = float(others.double().mean()), by_replay
     return found
 
 
 def lines_of_first_ratios(found: dict) -> list[str]:
     lines = [f"{'':40s}{'other experts':>14s}{'none':>10s}{'rollout':>10s}"]
-    for name, by_replay in found.items():
-        share = 1 - by_replay["none"][1]["policy/route_agreement"]
+    for name, (share, by_replay) in found.items():
         gaps = "".join(f"{by_replay[replay][0]:>10.1e}" for replay in ("none", "rollout"))
         lines.append(f"{name:40s}{share:>14.1%}{gaps}")
     return lines
@@ -200,13 +204,15 @@ def test_the_first_ratio_is_1_where_sampler_and_trainer_choose_other_experts(poo
     """FB-125: with the sampler's experts the rest of a gap is that of the weights, which are the trainer's own."""
     (found,) = pool.run(first_ratios, world_size=1)
     for name in ("choice by bfloat16 scores", "choice by scores + 10 % noise"):
-        (without, of_none), (with_replay, of_replay) = found[name]["none"], found[name]["rollout"]
-        assert of_none["policy/route_agreement"] < 0.999 and without > 0.1, "the sampler differs, and it shows"
+        share, by_replay = found[name]
+        (without, _), (with_replay, of_replay) = by_replay["none"], by_replay["rollout"]
+        assert share > 0.001 and without > 0.1, "the sampler differs, and it shows"
         assert with_replay < 1e-6
         assert abs(of_replay["policy/ratio_new_old"] - 1) < 1e-6 and of_replay["policy/kl_new_old"] < 1e-9
-    weights = found["choice and weights by these"]
+    _, weights = found["choice and weights by these"]
     assert 1e-3 < weights["rollout"][0] < weights["none"][0] / 10
-    assert found["same scores"]["none"][0] == 0 and found["same scores"]["none"][1]["policy/route_agreement"] == 1
+    share, same = found["same scores"]
+    assert share == same["none"][0] == 0
 
 
 # Layouts and recomputation
@@ -229,16 +235,6 @@ def model_of(layout: Layout, **options: object) -> TinyGPT:
     return TinyGPT(num_layers=num_layers, experts=tuple((LAYER_EXPERTS | {"moe_layer_freq": frequency} | options).items()))
 
 
-class LastInFirstOut(deque):
-    popleft = deque.pop
-
-
-def recomputes_in_another_order(model: LayoutModel) -> None:
-    for router in chain(*map(routers_of, model.models)):
-        door = vars(router)["router_replay"] = GivenRoutes()
-        vars(door.routes)["_waiting"] = LastInFirstOut()
-
-
 def routes_on_rank(rank: int, tiny: TinyGPT, step: list[StepSample], config: PolicyLossConfig) -> list[list[int]]:
     """The experts of each token but the last of its sample, by sample, layer and position."""
     model = LayoutModel(Layout(), row_length(step, Layout()), tiny)
@@ -251,7 +247,7 @@ def routes_on_rank(rank: int, tiny: TinyGPT, step: list[StepSample], config: Pol
 
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS)
 def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
-    """Catches routes that are not laid out as tokens, and micro-batches that replay each other's. LayoutModel runs the checker."""
+    """Catches routes that are not laid out as tokens, and micro-batches that replay each other's."""
     model, config = model_of(layout, **options), config_of("grpo", "token_mean")
     plain = model_of(layout, **{name: value for name, value in options.items() if name not in RECOMPUTED})
     num_layers = len(plain.expert_options["moe_layer_freq"]) - plain.expert_options["moe_layer_freq"].count(0)
@@ -263,20 +259,8 @@ def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
     ((result,),) = ([merged(ranks) for ranks in steps] for steps in run_on_layout(pool, [Run(layout, model, [(step, config)])]))
     assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
     assert own.gradient_error(alone) > 0.01, "the routes do not matter"
-    for name in ("policy/max_vio", "policy/route_agreement"):
-        assert result.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-6), name
-    assert 0.02 < alone.metrics["policy/route_agreement"] < 0.5
     [used] = pool.run(routes_on_rank, plain, step, config, world_size=1)
     assert used == [sorted(experts) for sample in step for layer in sample.routes for experts in layer]
-
-
-def test_routes_in_another_order_of_recomputation_are_found(pool):
-    layout = Layout(pipeline=2, num_microbatches=4)
-    step = [(with_random_routes(ragged_samples()), config_of("grpo", "token_mean"))]
-    run = Run(layout, model_of(layout, **RECOMPUTED), step, recomputes_in_another_order)
-    message = r"micro-batch 0, layer 1 where backward recomputes it: \d+ of \d+ tokens went to other experts"
-    with pytest.raises(RankError, match=message):
-        run_on_layout(pool, [run])
 
 
 def recomputed_gradients(rank: int, options: dict) -> dict:
@@ -289,103 +273,6 @@ def recomputed_gradients(rank: int, options: dict) -> dict:
 def test_recomputed_layers_replay_the_routes_of_their_micro_batch(pool):
     plain, recomputed = (cases.whole(pool.run(recomputed_gradients, of, world_size=1)) for of in ({}, RECOMPUTED))
     assert cases.relative_difference(recomputed, plain) < 1e-6
-
-
-# The checker
-
-
-def step_with_a_deaf_router(rank: int) -> tuple[str, bool]:
-    """The first router of rank 1 chooses by itself: (the error, whether a weight has changed)."""
-    trainer = cases.tiny_trainer(experts=EXPERTS, router_replay="rollout")
-    step = with_random_routes(cases.ragged_step())[3 * rank : 3 * rank + 3]
-    trainer.log_probs([step])  # gives the routers their doors
-    if rank == 1:
-        vars(vars(routers_of(trainer.model)[0])["router_replay"].routes)["take"] = lambda: (None, False)
-    before = {name: value.clone() for name, (_, _, value) in cases.weights_of(trainer).items()}
-    with pytest.raises(DataError) as caught:
-        trainer.step([step[:1], step[1:]])
-    after = cases.weights_of(trainer)
-    return str(caught.value), any(not torch.equal(after[name][2], value) for name, value in before.items())
-
-
-def test_a_step_ends_on_all_ranks_before_a_weight_has_changed(pool):
-    found = pool.run(step_with_a_deaf_router, world_size=2, **{EP: 2})
-    assert [has_changed for _, has_changed in found] == [False, False]
-    assert found[0][0].startswith("rank 1: micro-batch 0, layer 1: ") and found[1][0].startswith("micro-batch 0, layer 1: ")
-
-
-def own_loop(rank: int, fault: str | None) -> None:
-    """A user's loop on Megatron-Core's RouterReplay, with a planted fault; recomputation takes the routes from its list."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    RouterReplay.clear_global_router_replay_instances()
-    trainer = cases.tiny_trainer(experts=EXPERTS | RECOMPUTED | {"moe_enable_routing_replay": True})
-    model, generator, tokens = trainer.model, torch.Generator().manual_seed(3), torch.arange(8)[None]
-    routes = [[torch.rand(8, 4, generator=generator).topk(2).indices for _ in (1, 2)] for _ in range(2)]  # [micro-batch][layer]
-    numbers = iter(range(2))
-    with RouteChecker([model]) as checker:
-
-        def forward_step(data_iterator, model):
-            number = next(numbers)
-            given = routes[1 - number if fault == "swapped" else number]
-            RouterReplay.set_replay_data(given)
-            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-            with checker.forward(model, {1: routes[number][0], 2: routes[number][1]}):
-                output = model(tokens, tokens, None)
-
-            def loss_func(output):
-                RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-                if fault == "recomputed" and number == 1:
-                    RouterReplay.global_router_replay_instances[1].replay_backward_list = [routes[0][1]]
-                return output.float().sum(), {}
-
-            return output, loss_func
-
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=None, model=model, num_microbatches=2, seq_length=8, micro_batch_size=1,
-            forward_only=False,
-        )  # fmt: skip
-    checker.raise_first()
-
-
-FAULTS = {
-    "swapped": r"micro-batch 0, layer 1: \d of 8 tokens went to other experts",
-    "recomputed": r"micro-batch 1, layer 2 where backward recomputes it: \d of 8 tokens went to other experts",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_checker_names_what_replays_other_routes(pool, fault):
-    """FB-126: two micro-batches in the other order of a first-in-first-out list; a router that is recomputed with other experts."""
-    pool.run(own_loop, None, world_size=1)
-    with pytest.raises(RankError, match=FAULTS[fault]):
-        pool.run(own_loop, fault, world_size=1)
-
-
-def refused_by_the_checker(rank: int) -> list[list[str]]:
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    RouterReplay.clear_global_router_replay_instances()
-    model = cases.tiny_trainer(experts=EXPERTS | {"moe_enable_routing_replay": True}).model
-    config, found = model_config_of(model), []
-    RouteChecker([model])
-    for number, values in ((2, {}), (1, {"mtp_num_layers": 1}), (1, {"moe_router_enable_expert_bias": True})):
-        before = {name: getattr(config, name) for name in values}
-        vars(config).update(values)
-        with pytest.raises(ConfigError) as caught:
-            RouteChecker([model] * number)
-        vars(config).update(before)
-        found.append(caught.value.problems)
-    return found
-
-
-def test_the_checker_refuses_what_one_list_for_the_process_cannot_replay(pool):
-    """FB-126, FB-127: interleaved stages, layers of multi-token prediction, an expert bias."""
-    (found,) = pool.run(refused_by_the_checker, world_size=1)
-    words = ("virtual_pipeline_model_parallel_size=2", "mtp_num_layers=1", "moe_router_enable_expert_bias")
-    for (problem,), word in zip(found, words, strict=True):
-        assert problem.startswith("moe_enable_routing_replay with ") and word in problem
 
 
 def replay_refusals(rank: int) -> dict[str, list[str]]:
@@ -401,19 +288,14 @@ def replay_refusals(rank: int) -> dict[str, list[str]]:
         other = copy.copy(config)
         setattr(other, name, value)
         found[name] = list(replay_problems(other))
-    from megatron.core.transformer.moe import moe_utils
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe_utils, "topk_routing_with_score_function", lambda logits, topk: None)
-        found["0.15"] = list(replay_problems(config))
     return found
 
 
 def test_replay_refuses_by_name_what_it_cannot_do(pool):
-    """FB-127: an expert bias would follow the replayed load. A Megatron-Core without the door is named too."""
+    """FB-127: an expert bias would follow the replayed load."""
     (found,) = pool.run(replay_refusals, world_size=1)
     assert found.pop("") == found.pop("a bias that stays") == []
-    words = {"cuda_graph_impl": "CUDA graphs", "0.15": "install megatron-core 0.16 or later"}
+    words = {"cuda_graph_impl": "CUDA graphs"}
     for name, problems in found.items():
         assert len(problems) == 1 and words.get(name, name) in problems[0], (name, problems)
 
@@ -441,7 +323,7 @@ def runs_on_rank(rank: int, folder, runs: dict[str, dict]) -> None:
 
 @pytest.mark.parametrize("replay", ["old_log_probs", "rollout"])
 def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_path, replay):
-    """Sampling, two steps a rollout and a file, on EP2 and on one rank. A first ratio is 1, and each replayed step is checked."""
+    """Sampling, two steps a rollout and a file, on EP2 and on one rank. A first ratio is 1."""
     file = tmp_path / "rollouts.jsonl"
     replayed = {"router_replay": replay}
     pool.run(runs_on_rank, tmp_path, {"one": replayed | {"save_rollouts": str(file)}}, world_size=1)
@@ -453,8 +335,7 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
     two[0].pop(PHANTOMS, None)
     assert cases.unlike_metrics(two, truth) == []
     for row in truth[::2]:
-        assert row["policy/route_agreement"] == 1 and row["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
-    assert all(row["policy/max_vio"] > 0 for row in truth)
+        assert row["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
     batch = next(load_rollouts(file))
     assert all(sample.routes.shape == (2, len(sample.tokens) - 1, 2) for sample in batch.samples)
 
@@ -471,7 +352,7 @@ def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):
     replayed = {"router_replay": "old_log_probs", "steps_per_rollout": 1, "rollouts": str(file)}
     pool.run(runs_on_rank, tmp_path, {"one": replayed}, world_size=1)
     (row,) = cases.metrics_of(tmp_path / "one")
-    assert row["policy/route_agreement"] == 1
+    assert row["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
 
 
 def test_a_file_without_the_routes_that_are_needed_is_refused(pool, tmp_path):
@@ -483,52 +364,3 @@ def test_a_file_without_the_routes_that_are_needed_is_refused(pool, tmp_path):
     ):
         with pytest.raises(RankError, match=message):
             pool.run(runs_on_rank, tmp_path, {"refused": options | {"rollouts": str(file)}}, world_size=1)
-
-
-@pytest.mark.parametrize(
-    ("routes", "message"),
-    [
-        ([[[0, 1], [1, 2]]], None),
-        ("all", "it is no array of integers"),
-        ([[[0, 1], [1]]], "it is no array of integers"),
-        ([[[0.5, 1], [1, 2]]], "it holds torch.float32"),
-        (
-            [[[0, 1]]],
-            r"\[1\]\[2\]\[2\]: layers with experts, tokens but the last one, experts of a token; its shape is \[1, 1, 2\]",
-        ),
-        ([[[0, 1], [1, 2]]] * 2, r"its shape is \[2, 2, 2\]"),
-        ([[[0, 1], [1, 4]]], r"\[1, 4\] in row 0, token 1, must be ids in \[0, 4\), the model's experts"),
-        ([[[0, -1], [1, 2]]], r"\[0, -1\] in row 0, token 0, must be ids in \[0, 4\)"),
-        ([[[0, 1], [2, 2]]], r"\[2, 2\] in row 0, token 1, must be ids of different experts"),
-    ],
-)
-def test_wrong_routes_are_named(routes, message):
-    problem = route_problem(routes, 3, RouteShape(num_layers=1, topk=2, num_experts=4))
-    if message is None:
-        assert problem is None
-    else:
-        with pytest.raises(DataError, match=message):
-            raise DataError(problem)
-
-
-def test_the_largest_load_and_the_agreement_by_hand(pool):
-    """Two experts a token of three tokens: loads 3 1 1 1 are 3 / 1.5 - 1; one token of three chose what was expected."""
-    (found,) = pool.run(metrics_by_hand, world_size=1)
-    assert found == {"policy/max_vio": pytest.approx(1.0), "policy/route_agreement": pytest.approx(1 / 3)}
-
-
-def metrics_by_hand(rank: int) -> dict[str, float]:
-    from megatron_rl.layout.groups import resolve_groups
-
-    model = cases.tiny_trainer(num_layers=1, experts=EXPERTS).model
-    (router,) = routers_of(model)
-    used = as_map(torch.tensor([[0, 1], [0, 2], [0, 3], [1, 2]]), 4)  # the last one is padding
-    checker = RouteChecker([model])
-    expected = torch.tensor([[1, 0], [0, 3], [1, 2], [-1, -1]])
-    with checker.forward(model, {1: expected}, torch.tensor([False, False, False, True])):
-        checker._look(router, None, (used, used))
-    with pytest.raises(DataError, match="micro-batch 0, layer 1: 2 of 3 tokens went to other experts"):
-        checker.raise_first()
-    with pytest.raises(DataError, match=r"no routes for layers \[1\]"), checker.forward(model, {2: expected}):
-        pass
-    return checker.metrics(resolve_groups())

@@ -25,9 +25,9 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.losses.corrections import correction_names
 from megatron_rl.losses.kl import kl_estimator_names
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.megatron.probe import CAUSES, factor_names
+from megatron_rl.megatron.probe import factor_names
 from megatron_rl.testing import selftest
-from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare, named_sizes
+from megatron_rl.testing.comparison import CAUSES, Comparison, Truth, cause_of_gradient, compare, named_sizes
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples

@@ -161,8 +161,6 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
         "eval/reward",
         "eval/response_length",
         *TIMING_METRICS,
-        "policy/max_vio",
-        "policy/route_agreement",
         SKIPPED_STEPS,
         *("num_rollouts", "rollout/rows"),  # where samples have a rollout_id
         "policy/mtp_loss",

@@ -100,8 +100,6 @@ def test_all_that_a_run_does_with_prompts_of_a_kind(name, tmp_path):
     assert len(rows_of("whole")) == 4 and max(step["grad_norm"] for step in rows_of("whole")) > 0
     assert rows_of("replayed") == rows_of("whole")
     assert all(step["eval/reward"] > 0 for step in metrics_of("whole"))
-    if row.flags.endswith(REPLAY):  # at the first step of each rollout the routers choose what the sampler's did
-        assert [step["policy/route_agreement"] for step in rows_of("whole")][::2] == [1.0] * 2
     if not row.architecture:
         return
     weights = [Path(f"hf_{output}/model-00001-of-00001.safetensors").read_bytes() for output in ("whole", "replayed")]

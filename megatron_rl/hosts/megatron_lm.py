@@ -25,9 +25,8 @@ from megatron_rl.hosts.model_notes import release_problems
 from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 from megatron_rl.hosts.training_hooks import head_in_words, shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.model import model_config_of
+from megatron_rl.megatron.checks import check_model
 from megatron_rl.megatron.probe import probe_schedule
-from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.validation import config_warnings, flag_of
 
 TITLE = "Megatron-LM"
@@ -194,8 +193,7 @@ def _checked_provider(model_provider):
             announce(config, calculate_per_token_loss=bool(vars(args).get("calculate_per_token_loss")))
         model = model_provider(*positional, **named)
         if dist.is_initialized() and isinstance(model, nn.Module):
-            is_packed = bool(vars(args).get("rl_use_sequence_packing"))
-            check_routers(config.router_aux_loss, model, model_config_of(model), is_packed=is_packed)
+            check_model(config, model, is_packed=bool(vars(args).get("rl_use_sequence_packing")))
         return model
 
     # A functools.partial, which Megatron-LM's scripts pass, has no name to take over.

@@ -33,7 +33,6 @@ class StepContext:
     counts_phantoms: bool = False  # count unmasked tokens whose old log-probability was never measured
     num_routed_tokens: int | None = None  # of all samples of the step, prompts too; only --router-aux-loss exact needs it
     num_further_tokens: tuple[int, ...] | None = None  # count_further_tokens; only a model with trained layers of MTP needs it
-    replays_routes: bool = True  # of samples that have some; False: they are only compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,7 @@ class ForwardInput(Protocol):
     def cp_group(self) -> Group | None: ...  # over which its rows are cut; None: the model's own
 
     @property
-    def replayed_routes(self) -> Tensor | None: ...  # [T, num_moe_layers, topk], as PolicyBatch has them; None: routers choose
+    def routes(self) -> Tensor | None: ...  # [T, num_moe_layers, topk], as PolicyBatch has them; None: routers choose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +105,6 @@ class PolicyBatch:
     further: FurtherTokens | None  # None where the context has no num_further_tokens
     host: HostCopies
     context: StepContext
-
-    @property
-    def replayed_routes(self) -> Tensor | None:
-        return self.routes if self.context.replays_routes else None
 
 
 def make_padded_batch(
@@ -335,8 +330,10 @@ def _routes_of_tokens(samples: Sequence[PolicySample]) -> Tensor | None:  # [tok
     routes = [sample.routes for sample in samples if sample.routes is not None]
     for index, (sample, given) in enumerate(zip(samples, routes, strict=True)):
         num_tokens, shape = sample.tokens.shape[0], tuple(given.shape)
-        if len(shape) != 3 or shape[1] != num_tokens - 1:
-            raise DataError(f"sample {index}: routes have the shape {shape}, not [num_moe_layers, {num_tokens - 1}, topk]")
+        if given.is_floating_point() or len(shape) != 3 or shape[1] != num_tokens - 1:
+            raise DataError(f"sample {index}: routes are {given.dtype} {shape}, not ids [num_moe_layers, {num_tokens - 1}, topk]")
+        if bool((given < 0).any()) or bool((given.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise DataError(f"sample {index}: routes: the experts of a token must be different ids of at least 0")
     shapes = {(given.shape[0], given.shape[2]) for given in routes}
     if len(shapes) > 1:
         raise DataError(f"routes of {sorted(shapes)} (layers with experts, experts of a token) in one micro-batch: of one model")

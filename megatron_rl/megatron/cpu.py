@@ -27,11 +27,6 @@ _FACTORIES = (
 _is_installed = False
 
 
-def cpu_support_is_installed() -> bool:
-    """Whether this process sends Megatron-Core's CUDA calls to the CPU."""
-    return _is_installed
-
-
 def install_cpu_support() -> None:
     """Redirects Megatron-Core's CUDA calls to the CPU, for the rest of this process. A second call does nothing.
 

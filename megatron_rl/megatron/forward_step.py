@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,21 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.aggregation import get_loss_aggregation
-from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.config import GradientDivisor, PolicyLossConfig
+from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
-from megatron_rl.megatron.attached import check_attached
 from megatron_rl.megatron.batch import PolicyBatch
+from megatron_rl.megatron.checks import check_attached, check_model
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss, multi_token_problems
+from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss
 from megatron_rl.megatron.router_losses import prepare_routers
-from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
@@ -35,8 +31,6 @@ from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput
 from megatron_rl.policy_loss.settings import LossKeywords
-from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
-from megatron_rl.validation.model_settings import model_problems
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -78,137 +72,151 @@ class PolicyForwardStep:
         self.vocab_size = vocab_size
         self.groups = groups
         self.reports_metrics = reports_metrics
-        self.route_checker: RouteChecker | None = None
         self.announces_factor = True
         """Whether the loss of logits is told what backward multiplies it with. False: a wrong factor is measured, and no error."""
+        self._head = HeadSettings.of(config, knows_mtp=True)
         self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+        self._options: LossKeywords = {
+            "clip_ratio_low": config.clip_ratio_low,
+            "clip_ratio_high": config.clip_ratio_high,
+            "loss_parameters": config.loss_parameters,
+            "temperature": config.policy_temperature,
+            "vocab_size": vocab_size,
+            "metrics": config.policy_metrics,
+            "backend": config.policy_loss_backend,
+            "advantages_per": "sample",
+            "correction": CorrectionSettings.of(config),
+            "kl_coefficient": config.kl_coefficient,
+            "kl_estimator": config.kl_estimator,
+            "entropy_coefficient": config.entropy_coefficient,
+        }
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], ScheduledLoss]]:
         batch = next(data_iterator)
         model_config = model_config_of(model)
-        check_contract(self.config, model_config)
+        check_model(self.config, model, is_packed=batch.packed_seq_params is not None)
         groups = resolve_groups(model) if self.groups is None else self.groups
         prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
-        checker = self.route_checker
         further = further_tokens(batch, model, model_config)
-        head, num_further = HeadSettings.of(self.config, knows_mtp=True), 0 if further is None else len(further.labels)
-        with nullcontext() if checker is None else checker.forward_of(model, batch, groups.tp):
-            output, inputs, rows = run_model(model, batch, head, groups.tp, num_further=num_further)
+        num_further = 0 if further is None else len(further.labels)
+        output, inputs, rows = run_model(model, batch, self._head, groups.tp, num_further=num_further)
         check_attached(model, [part.hidden if isinstance(part, HeadInputs) else part for part in (inputs or output, *rows)])
+        # A model in eval mode may have no backward. With a fused head float16 needs the factor in forward all the same.
+        if inputs is None:
+            is_known = self.announces_factor and model.training
+        else:
+            is_known = is_free_in_forward(model) and (model.training or model_config.fp16)
         added = None
         if further is not None and rows:
-            is_known = self.announces_factor if inputs is None else is_free_in_forward(model)
             factor = self._delivered(batch, model_config, groups, GradientDivisor.NONE) if is_known else None
             common = (batch, self.config, model_config, groups)
             added = multi_token_loss(rows, further, *common, vocab_size=self.vocab_size, loss_scale=factor)
-        if inputs is None:  # a model in eval mode may have no backward
-            is_announced = self.announces_factor and model.training
-            delivered = self._delivered(batch, model_config, groups) if is_announced else None
-            loss_scale = self._assumed if is_announced and delivered is None else delivered
-            return output, partial(self.loss_func, batch, model_config, groups, loss_scale=loss_scale, added=added)
-        loss_scale = self._loss_scale(batch, model, model_config, groups)
-        return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale, added=added)
+        loss_scale: float | Tensor | AssumedScale | None = self._delivered(batch, model_config, groups) if is_known else None
+        if inputs is None and is_known and loss_scale is None:
+            loss_scale = self._assumed
+        return output, partial(self.loss_func, batch, model_config, groups, inputs=inputs, loss_scale=loss_scale, added=added)
 
     def loss_func(
         self,
         batch: PolicyBatch,
         model_config: TransformerConfig,
         groups: ParallelGroups,
-        logits: Tensor,
+        output: Tensor,
         *,
+        inputs: HeadInputs | None = None,
         loss_scale: float | Tensor | AssumedScale | None = None,
         added: MultiTokenLoss | None = None,
     ) -> ScheduledLoss:
-        """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]. loss_scale: with it one kernel may read them once. added: a
-        loss that is trained beside."""
-        output = policy_loss(
-            self.config.policy_loss,
-            logits.flatten(0, 1),
-            batch.labels,
-            batch.old_log_probs,
-            batch.advantages,
-            batch.loss_mask,
-            batch.cu_seqlens,
-            batch.token_weights,
-            inplace=True,  # nothing else reads the logits
-            loss_scale=loss_scale,
-            **self._loss_options(batch, groups, batch.sampling_support),
-        )
-        return self._finish(output, batch, model_config, groups, added)
+        """The 3-tuple of scale_for_schedule for logits [B, S, V_tp], or for what a fused head was given in their place.
 
-    def fused_loss_func(
+        inputs: of the fused head. loss_scale: what backward multiplies the loss with, where it is known. added: a loss that is
+        trained beside."""
+        if inputs is None:
+            found = policy_loss(
+                self.config.policy_loss,
+                output.flatten(0, 1),
+                batch.labels,
+                batch.old_log_probs,
+                batch.advantages,
+                batch.loss_mask,
+                batch.cu_seqlens,
+                batch.token_weights,
+                inplace=True,  # nothing else reads the logits
+                loss_scale=loss_scale,
+                **self._options_of(batch, groups, batch.sampling_support),
+            )
+        else:
+            assert not isinstance(loss_scale, AssumedScale)
+            hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
+            found = linear_policy_loss(
+                self.config.policy_loss,
+                hidden,
+                inputs.weight,
+                batch.labels,
+                batch.old_log_probs,
+                batch.host.advantages,
+                batch.host.loss_mask,
+                batch.host.cu_seqlens,
+                batch.token_weights,
+                max_logits_bytes=self.config.max_logits_bytes,
+                sequence_parallel=is_sequence_parallel,
+                fp32_logits=self.config.fp32_lm_head,
+                document_lengths=batch.host.document_lengths,
+                loss_scale=loss_scale,
+                **self._options_of(batch, groups, batch.host.sampling_support),
+            )
+        return self._finish(found, batch, model_config, groups, added)
+
+    def _finish(
         self,
+        found: PolicyLossOutput,
         batch: PolicyBatch,
         model_config: TransformerConfig,
         groups: ParallelGroups,
-        inputs: HeadInputs,
-        loss_scale: float | Tensor | None,
-        mark: Tensor,  # what the model returned in place of logits
-        *,
-        added: MultiTokenLoss | None = None,
+        added: MultiTokenLoss | None,
     ) -> ScheduledLoss:
-        """The 3-tuple of scale_for_schedule for the hidden states that were given to the output layer."""
-        hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
-        output = linear_policy_loss(
-            self.config.policy_loss,
-            hidden,
-            inputs.weight,
-            batch.labels,
-            batch.old_log_probs,
-            batch.host.advantages,
-            batch.host.loss_mask,
-            batch.host.cu_seqlens,
-            batch.token_weights,
-            max_logits_bytes=self.config.max_logits_bytes,
-            sequence_parallel=is_sequence_parallel,
-            fp32_logits=self.config.fp32_lm_head,
-            document_lengths=batch.host.document_lengths,
-            loss_scale=loss_scale,
-            **self._loss_options(batch, groups, batch.host.sampling_support),
+        statistics = _with_rollout(found, batch)
+        num_nonfinite, mtp_loss = found.num_nonfinite, None
+        if added is not None:
+            num_nonfinite, mtp_loss = torch.cat([num_nonfinite, added.num_nonfinite[None]]), added.mean
+        terms = (found.policy_loss, found.kl_loss, found.entropy)
+        self._reports.append(MicrobatchReport(*terms, num_nonfinite, statistics, mtp_loss))
+        loss, num_tokens, report = scale_for_schedule(
+            found.loss,
+            batch.context.num_microbatches,
+            totals=batch.context.totals,
+            num_local_tokens=batch.loss_mask.sum(),
+            config=model_config,
+            groups=groups,
+            gradient_divisor=self.config.gradient_divisor,
+            router_aux_loss=self.config.router_aux_loss,
+            added_part=None if added is None else added.loss,
         )
-        return self._finish(output, batch, model_config, groups, added)
+        if mtp_loss is not None:
+            report["policy/mtp_loss"] = torch.stack([mtp_loss, report["policy/loss"][1]])
+        if self.reports_metrics and statistics is not None:
+            report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
+        return loss, num_tokens, report
 
-    def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> LossKeywords:
-        config = self.config
+    def _options_of(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> LossKeywords:
+        """What a micro-batch adds to the options of the step."""
         # By group: ranks that share one agree on the number, and may have had others between.
         number = self._num_microbatches.get(batch.cp_group, 0)
         self._num_microbatches[batch.cp_group] = number + 1
         return {
+            **self._options,
             "check_ranks": checks_microbatch(number),
-            "clip_ratio_low": config.clip_ratio_low,
-            "clip_ratio_high": config.clip_ratio_high,
-            "temperature": config.policy_temperature,
-            "vocab_size": self.vocab_size,
             "token_counts": batch.token_counts,
             "tp_group": groups.tp,
             "cp_group": batch.cp_group,
-            "metrics": config.policy_metrics,
-            "backend": config.policy_loss_backend,
-            "advantages_per": "sample",
             "ref_log_probs": batch.ref_log_probs,
-            "rollout_log_probs": _rollout_log_probs(batch, config),
-            "loss_parameters": config.loss_parameters,
+            "rollout_log_probs": _rollout_log_probs(batch, self.config),
             "sampling_support": sampling_support,
-            "correction": CorrectionSettings.of(config),
-            "kl_coefficient": config.kl_coefficient,
-            "kl_estimator": config.kl_estimator,
-            "entropy_coefficient": config.entropy_coefficient,
             "regularizer_weights": batch.regularizer_weights,
             "importance_weights": batch.importance_weights,
         }
-
-    def _loss_scale(
-        self, batch: PolicyBatch, model: nn.Module, model_config: TransformerConfig, groups: ParallelGroups
-    ) -> float | Tensor | None:
-        """The factor with which forward may add the weight's gradient to main_grad; None: backward adds it.
-
-        A model in eval mode may have no backward. float16 needs the factor in forward.
-        """
-        if not (is_free_in_forward(model) and (model.training or model_config.fp16)):
-            return None
-        return self._delivered(batch, model_config, groups)
 
     def _delivered(
         self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups, gradient_divisor: str | None = None
@@ -220,38 +228,6 @@ class PolicyForwardStep:
             groups=groups,
             gradient_divisor=gradient_divisor or self.config.gradient_divisor,
         )
-
-    def _finish(
-        self,
-        output: PolicyLossOutput,
-        batch: PolicyBatch,
-        model_config: TransformerConfig,
-        groups: ParallelGroups,
-        added: MultiTokenLoss | None,
-    ) -> ScheduledLoss:
-        statistics = _with_rollout(output, batch)
-        of_terms = (output.policy_loss, output.kl_loss, output.entropy)
-        num_nonfinite = output.num_nonfinite
-        if added is not None:
-            num_nonfinite = torch.cat([num_nonfinite, added.num_nonfinite[None]])
-        of_mtp = None if added is None else added.mean
-        self._reports.append(MicrobatchReport(*of_terms, num_nonfinite, statistics, of_mtp))
-        loss, num_tokens, report = scale_for_schedule(
-            output.loss,
-            batch.context.num_microbatches,
-            totals=batch.context.totals,
-            num_local_tokens=batch.loss_mask.sum(),
-            config=model_config,
-            groups=groups,
-            gradient_divisor=self.config.gradient_divisor,
-            router_aux_loss=self.config.router_aux_loss,
-            added_part=None if added is None else added.loss,
-        )
-        if of_mtp is not None:
-            report["policy/mtp_loss"] = torch.stack([of_mtp, report["policy/loss"][1]])
-        if self.reports_metrics and statistics is not None:
-            report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
-        return loss, num_tokens, report
 
     def take_reports(self) -> list[MicrobatchReport]:
         """The reports since the last call, in the order of the micro-batches."""
@@ -287,23 +263,6 @@ def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatist
         token_counts=batch.token_counts,
     )
     return replace(output.metrics, rollout=rollout)
-
-
-def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) -> None:
-    """Raises ConfigError for calculate_per_token_loss in the model's config with another aggregation than token_mean, or with a
-    model that adds losses by itself or is wrong on its layout. The config may have changed after the arguments were parsed."""
-    per_token = bool(model_config.calculate_per_token_loss)
-    settings = vars(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
-    problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM)]
-    problems += model_problems(vars(model_config), has_own_groups=True)
-    problems += multi_token_problems(config, model_config)
-    if per_token and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
-        problems.append(
-            f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
-            "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"
-        )
-    if problems:
-        raise ConfigError(problems)
 
 
 def check_finite(reports: list[MicrobatchReport]) -> None:

@@ -7,12 +7,12 @@ layer's own forward is restored before the call returns. Hooks on the layer run 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,8 +38,8 @@ OWN = "_megatron_rl_own_forward"
 _MARK = 1000.0
 # Layers whose model returns their output unchanged. On CUDA the check synchronises, so it is done once.
 _plain_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# Layers of models that no FSDP shards.
-_whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Bare models -> what they were checked for: the settings, and what hands the output layer a part of its rows.
+_checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[HeadSettings, str]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,29 +73,26 @@ class HeadInputs:
     is_sequence_parallel: bool
 
 
-def check_head(settings: HeadSettings, config: TransformerConfig) -> None:
-    """Raises ConfigError where the settings do not fit the model's config; the same error on every rank."""
+def setting_problems(settings: HeadSettings, config: TransformerConfig) -> Iterator[str]:
+    """Why the settings do not fit the model's config; the same on every rank."""
     flags = flags_of(settings)
-    problems = []
     if not flags:
         return
     if config.mtp_num_layers and not settings.knows_mtp:
-        problems.append(
+        yield (
             f"{flags} with mtp_num_layers={config.mtp_num_layers}: multi-token prediction calls the output layer again for its "
             f"losses, which would get no logits; remove --mtp-num-layers or {flags}"
         )
     if config.defer_embedding_wgrad_compute:
-        problems.append(
+        yield (
             f"{flags} with defer_embedding_wgrad_compute=True: the output layer's gradient is computed here and not deferred; "
             f"remove --defer-embedding-wgrad-compute or {flags}"
         )
     if settings.is_fp32 and not (config.bf16 or config.fp16) and config.params_dtype == torch.float32:
-        problems.append(
+        yield (
             "--fp32-lm-head has no effect with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
             "parameters with --bf16"
         )
-    if problems:
-        raise ConfigError(problems)
 
 
 class ModelOutput(NamedTuple):
@@ -112,7 +109,7 @@ def run_model(
     batch: ForwardInput,
     settings: HeadSettings,
     tp_group: Group,
-    positions: Tensor | None = None,  # [B] int64, as logits_at has them
+    positions: Tensor | None = None,  # [B] int64, one for each sequence of this context-parallel rank; not with a fused head
     *,
     num_further: int = 0,  # layers of multi-token prediction that run
 ) -> ModelOutput:
@@ -120,8 +117,9 @@ def run_model(
     `positions` the logits of one position of each sequence, [B, 1, V_tp]; with a fused head one number in their place.
     Raises ConfigError where the head does not fit the model.
     """
-    config = model_config_of(model)
-    check_head(settings, config)
+    config, layer = model_config_of(model), find_output_layer(model)
+    use = "multi-token prediction" if num_further else "sampling" if positions is not None else ""
+    _check_once(model, layer, settings, tp_group, use)
     packed = packed_params_of(model, config, batch)
     extra: dict[str, object] = {} if packed is None else {"packed_seq_params": packed}
     extra |= without_upcast(model)
@@ -133,32 +131,39 @@ def run_model(
             output: Tensor = model(batch.tokens, batch.position_ids, None, **extra)
         return output
 
-    layer = find_output_layer(model)
-    if layer is None and settings.is_on and getattr(find_gpt_model(model), "post_process", False):
-        raise ConfigError(unfound_problem(model, settings))
-    replaced_for = "multi-token prediction" if num_further else "sampling" if positions is not None else ""
-    if layer is not None and (problems := [*layer_problems(layer, settings, tp_group, replaced_for)]):
-        raise ConfigError(problems)
-    if layer is None or not (settings.is_on or positions is not None or num_further):
+    if layer is None or not (settings.is_on or use):
         return ModelOutput(call(), None)
-    if settings.is_fused and layer not in _whole_heads:
-        if is_sharded_behind_forward(model):
-            raise ConfigError(sharded_problem(settings))
-        _whole_heads.add(layer)
     detaches = vars(config).get("mtp_detach_heads", False)  # since Megatron-Core 0.19
-    if not settings.is_fused:
-        return _with_logits(layer, call, settings, tp_group, positions, num_further, detaches)
-    return _with_inputs(layer, call, num_further, detaches)
+    parts_of = partial(_parts_of, num_further=num_further, detaches=detaches)
+    if settings.is_fused:
+        return _with_inputs(layer, call, parts_of)
+    return _with_logits(layer, call, parts_of, settings, tp_group, positions)
+
+
+def _check_once(model: nn.Module, layer: Any, settings: HeadSettings, tp_group: Group, use: str) -> None:
+    bare = find_gpt_model(model)
+    known = _checked.setdefault(bare, set())
+    if (settings, use) in known:
+        return
+    problems = list(setting_problems(settings, model_config_of(model)))
+    if layer is not None:
+        problems += layer_problems(layer, settings, tp_group, use)
+    elif settings.is_on and getattr(bare, "post_process", False):
+        problems.append(unfound_problem(model, settings))
+    if layer is not None and settings.is_fused and is_sharded_behind_forward(model):
+        problems.append(sharded_problem(settings))
+    if problems:
+        raise ConfigError(problems)
+    known.add((settings, use))
 
 
 def _with_logits(
     layer: Any,
     call: Callable[[], Tensor],
+    parts_of: Callable[[HeadInputs], list[HeadInputs]],
     settings: HeadSettings,
     tp_group: Group,
     positions: Tensor | None,
-    num_further: int,
-    detaches: bool,
 ) -> ModelOutput:
     own: Callable[..., tuple[Tensor, None]] = layer.forward
     further: list[Tensor] = []
@@ -168,7 +173,7 @@ def _with_logits(
             rows = HeadInputs(_rows_at(inputs, positions, tp_group)[None], inputs.weight, False)
             with _given_whole_rows(layer):
                 return logits_of_part(rows)
-        main, *of_layers = _parts_of(inputs, num_further, detaches)
+        main, *of_layers = parts_of(inputs)
         further.extend(logits_of_part(part).transpose(0, 1) for part in of_layers)
         return logits_of_part(main)
 
@@ -183,7 +188,7 @@ def _with_logits(
         return ModelOutput(call(), None, tuple(further))
 
 
-def _with_inputs(layer: Any, call: Callable[[], Tensor], num_further: int, detaches: bool) -> ModelOutput:
+def _with_inputs(layer: Any, call: Callable[[], Tensor], parts_of: Callable[[HeadInputs], list[HeadInputs]]) -> ModelOutput:
     with_gradient, seen = torch.is_grad_enabled(), []
 
     def keep(inputs: HeadInputs) -> Tensor:
@@ -198,7 +203,7 @@ def _with_inputs(layer: Any, call: Callable[[], Tensor], num_further: int, detac
     with replaced(layer, keep):
         output = call()
     _check_mark(layer, output, len(seen))
-    main, *further = _parts_of(seen[0], num_further, detaches)
+    main, *further = parts_of(seen[0])
     return ModelOutput(output, main, tuple(further))
 
 
@@ -246,7 +251,7 @@ def unfound_problem(model: nn.Module, settings: HeadSettings) -> str:
 
 
 def without_upcast(model: nn.Module) -> dict[str, bool]:
-    """The keyword that keeps Float16Module (Megatron-Core 0.16 and later) from a float32 copy of 16-bit logits; else nothing.
+    """The keyword that keeps Float16Module from a float32 copy of 16-bit logits; else nothing.
 
     The losses compute in float32 from 16-bit logits. The copy would have the same values, and its backward the same rounding. So
     the results are equal, without a float32 tensor [T, V_tp].
@@ -256,8 +261,7 @@ def without_upcast(model: nn.Module) -> dict[str, bool]:
 
     while isinstance(model, DistributedDataParallel):
         model = model.module
-    takes_it = isinstance(model, Float16Module) and "fp32_output" in inspect.signature(model.forward).parameters
-    return {"fp32_output": False} if takes_it else {}
+    return {"fp32_output": False} if isinstance(model, Float16Module) else {}
 
 
 def forward_through(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Callable[..., tuple[Tensor, None]]:
@@ -316,19 +320,6 @@ def whole_sequences(inputs: HeadInputs, tp_group: Group) -> Tensor:  # [S, B, H]
 
     hidden: Tensor = gather_from_sequence_parallel_region(inputs.hidden, tensor_parallel_output_grad=False, group=tp_group)
     return hidden
-
-
-def logits_at(
-    inputs: HeadInputs,
-    positions: Tensor,  # [B] int64, one for each sequence of this context-parallel rank
-    settings: HeadSettings,
-    tp_group: Group,
-) -> Tensor:  # [B, V_tp]
-    """Logits of one position of each sequence, as sampling needs them from a fused head, by one product of [B, H]."""
-    rows = _rows_at(inputs, positions, tp_group)
-    if settings.is_fp32:
-        return fp32_head_logits(rows, inputs.weight, tp_group=tp_group)
-    return rows @ inputs.weight.t()
 
 
 def _rows_at(inputs: HeadInputs, positions: Tensor, tp_group: Group) -> Tensor:  # [B, H]

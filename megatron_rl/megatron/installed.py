@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -40,41 +39,21 @@ def expert_replicas_drift() -> bool:
     return bool(vars(layer.weight).get("allreduce", True))
 
 
-@cache
-def shares_key_heads() -> bool:
-    """Whether tensor-parallel ranks may be more than key heads, so that a rank holds a part of one: since Megatron-Core 0.16."""
-    from megatron.core.transformer import TransformerConfig
-
-    try:
-        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_query_groups=1, tensor_model_parallel_size=2)
-    except ValueError:
-        return False
-    return True
-
-
-def norms_queries_twice() -> bool:
-    """Whether multi-latent attention without q_lora_rank gives queries a norm where keys have one: since Megatron-Core 0.19."""
-    return find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
-
-
 def unscaled_indexer(settings: Mapping[str, object]) -> Iterator[str]:
     """Why the indexer of this model would train x micro-batches; nothing where the installed schedule scales its loss."""
     problem = unscaled_indexer_problem(settings)
-    if problem is not None and scales_indexer_loss() is False:
+    if problem is not None and not scales_indexer_loss():
         yield problem
 
 
 @cache
-def scales_indexer_loss() -> bool | None:
+def scales_indexer_loss() -> bool:
     """Whether the installed schedule gives the loss of the sparse-attention indexer a scale: since Megatron-Core 0.19.
 
-    None: it has no such loss. This runs the part of the schedule that sets the scales, as a pipeline stage without a loss does.
+    This runs the part of the schedule that sets the scales, as a pipeline stage without a loss does.
     """
-    try:
-        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler as Scaler
-    except ImportError:  # before 0.16
-        return None
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler as Scaler
 
     named = {"timers": None, "num_moe_experts": None, "mtp_num_layers": None, "grad_scale_func": None}
     config = SimpleNamespace(**named, calculate_per_token_loss=False, experimental_attention_variant="dsa")

@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
 from megatron_rl.megatron.cpu import support_latent_attention
-from megatron_rl.megatron.installed import expert_replicas_drift, norms_queries_twice, shares_key_heads
+from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.validation.experts import drift_problem, expert_problems
 from megatron_rl.validation.model_settings import model_problems
@@ -51,22 +51,15 @@ _FUSED_NAMES = {
 }
 
 
-def transformer_engine_problem() -> str | None:
-    """A sentence that says why Transformer Engine's layers cannot be used here; None where they can."""
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers work here."""
     if not torch.cuda.is_available():
-        return "Transformer Engine needs CUDA, and torch.cuda.is_available() is False"
+        return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    # PyPI's empty meta package raises RuntimeError, a missing library OSError.
-    except (ImportError, RuntimeError, OSError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
-            return "Transformer Engine is not installed"
-        return (
-            f"transformer_engine is installed but cannot be imported ({type(error).__name__}: {error}): without its "
-            "[pytorch] extra PyPI's transformer-engine is an empty meta package; pip uninstall transformer-engine, or "
-            "install NVIDIA's build"
-        )
-    return None
+    except (ImportError, RuntimeError, OSError):  # PyPI's empty meta package raises RuntimeError, a missing library OSError
+        return False
+    return True
 
 
 def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **overrides: Any) -> TransformerConfig:
@@ -96,12 +89,6 @@ def _config_values(overrides: Mapping[str, Any]) -> dict[str, Any]:
         for name, size in sizes.items()
         if name in overrides and overrides[name] != size
     ]
-    groups, tp_size = overrides.get("num_query_groups"), sizes["tensor_model_parallel_size"]
-    if groups and groups < tp_size and not shares_key_heads():
-        problems.append(
-            f"num_query_groups={groups} with tensor_model_parallel_size={tp_size}: before Megatron-Core 0.16 a rank holds whole "
-            f"key heads; install 0.16 or later, or take {groups} tensor-parallel ranks at most"
-        )
     etp = sizes.get("expert_tensor_parallel_size", 1)
     if etp > 1 and overrides.get("add_bias_linear"):
         problems.append(
@@ -155,19 +142,12 @@ def check_pipeline(config: TransformerConfig) -> None:
 
 
 def gpt_layer_spec(
-    config: TransformerConfig, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None
+    config: TransformerConfig, *, use_transformer_engine: bool = True, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """This stage's layers: Transformer Engine's where it works, else Megatron's with PackedAttention.
-
-    use_transformer_engine: None: `transformer_engine_problem` decides; True: ConfigError with the reason where it does not work;
-    False: do not use it.
-    """
-    problem = None if use_transformer_engine is False else transformer_engine_problem()
-    if use_transformer_engine and problem is not None:
-        raise ConfigError(f"use_transformer_engine=True: {problem}; None takes PackedAttention instead")
+    """This stage's layers: Transformer Engine's where it works and may be used, else Megatron's with PackedAttention."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    if use_transformer_engine is not False and problem is None:
+    if use_transformer_engine and has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)
     for layer in block.layer_specs:
@@ -185,7 +165,7 @@ def gpt_layer_spec(
 
 
 def mtp_block_spec(
-    config: TransformerConfig, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None
+    config: TransformerConfig, *, use_transformer_engine: bool = True, vp_stage: int | None = None
 ) -> Any:  # MultiTokenPredictionBlockSubmodules | None
     """The layers of multi-token prediction, of the kind of the decoder's last; None without any, and on other stages."""
     if not config.mtp_num_layers:
@@ -193,7 +173,7 @@ def mtp_block_spec(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     layers = gpt_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
-    is_of_engine = use_transformer_engine is not False and transformer_engine_problem() is None
+    is_of_engine = use_transformer_engine and has_transformer_engine()
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=is_of_engine, vp_stage=vp_stage)
     if block is not None and not is_of_engine:
         for layer in block.layer_specs:
@@ -222,7 +202,7 @@ def build_gpt_model(
     tie_embeddings: bool = False,
     seed: int | None = 0,
     rotary: Rotary = Rotary(),  # noqa: B008  # frozen
-    use_transformer_engine: bool | None = None,
+    use_transformer_engine: bool = True,
 ) -> GPTModel:
     """This pipeline stage's GPTModel with rotary positions. Its weights are equal in every tp, pp, vpp and expert layout.
 
@@ -306,12 +286,6 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
         problems.append(
             "moe_use_legacy_grouped_gemm=True holds all experts in one tensor, and this package names each expert's weights; "
             "remove it: Transformer Engine's grouped products are used where moe_grouped_gemm=True"
-        )
-    norms = config.multi_latent_attention and config.qk_layernorm and config.q_lora_rank is None
-    if norms and norms_queries_twice():
-        problems.append(
-            "q_lora_rank=None with qk_layernorm=True: since 0.19 Megatron-Core normalises the hidden states once more before the "
-            "queries, which is another model; install 0.18 or earlier"
         )
     if problems:
         raise ConfigError(problems)

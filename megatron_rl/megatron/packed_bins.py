@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,15 +16,12 @@ from torch import Tensor, nn
 
 from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
-from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
-from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.responses import response_log_probs
-from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens, unweighted
+from megatron_rl.megatron.samples import StepSample, count_further_tokens, count_routed_tokens
 from megatron_rl.metrics.step import step_metrics
 
 # By row index before packing: the prompt, or the rollout. None: a row of padding.
@@ -47,30 +43,12 @@ class PackedBin:
     rollout_log_probs: Tensor | None = None  # [S - 1], by the engine that sampled; for metrics and corrections
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BinSample:
-    """One sequence: its first token is the prompt, all others the response, of which the mask trains some."""
+def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: NameOfRow | None = None) -> list[StepSample]:
+    """The bin's sequences without padding: the first token of each is the prompt, all others the response, of which the mask
+    trains some. rollout_of_row: None: each row is a rollout.
 
-    tokens: list[int]
-    loss_mask: list[int]
-    prompt_id: int | str
-    advantage: float
-    start: int  # its first position in the bin
-    rollout_id: int | str | None = None
-    old_log_probs: list[float] | None = None
-    ref_log_probs: list[float] | None = None
-    rollout_log_probs: list[float] | None = None
-    policy_version: int | None = None
-    routes: None = None
-    kept_ids: None = None
-    kept_mass: None = None
-
-
-def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: NameOfRow | None = None) -> list[BinSample]:
-    """The bin's sequences without padding. rollout_of_row: None: each row is a rollout.
-
-    Raises DataError for a row without a recorded prompt, a padding row with an unmasked token, a sequence shorter than two tokens
-    or past the bin's end, lists of different lengths, and an unmasked position that predicts no token of its own sequence.
+    Raises DataError for a padding row with an unmasked token, a sequence shorter than two tokens or past the bin's end, and an
+    unmasked position that predicts no token of its own sequence.
     """
     tokens = packed.tokens.flatten().tolist()
     names = ("loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs")
@@ -78,20 +56,13 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: 
     rows = {name: _row(values, len(tokens), name) for name, values in given.items() if values is not None}
     advantages = packed.advantages.flatten().float().tolist()
     number = len(packed.seq_indices)
-    sizes = {"seq_lengths": len(packed.seq_lengths), "advantages": len(advantages)}
-    wrong = {name: size for name, size in sizes.items() if size != number}
-    if wrong or len(packed.seq_starts) not in (number, number + 1):
-        raise DataError(
-            f"a bin of {number} seq_indices has {wrong | {'seq_starts': len(packed.seq_starts)}}: one of each a sequence"
-        )
     samples, num_explained = [], 0
     starts = list(packed.seq_starts)[:number]
     for row, start, length, advantage in zip(packed.seq_indices, starts, packed.seq_lengths, advantages, strict=True):
         row, start, length = int(row), int(start), int(length)
         predicting = slice(start, start + max(length - 1, 0))
         num_unmasked = sum(value != 0 for value in rows["loss_mask"][predicting])
-        prompt_id = _name_of(row, "prompt_of_row", prompt_of_row)
-        rollout_id = None if rollout_of_row is None else _name_of(row, "rollout_of_row", rollout_of_row)
+        prompt_id, rollout_id = prompt_of_row[row], None if rollout_of_row is None else rollout_of_row[row]
         if prompt_id is None:
             if num_unmasked:
                 raise DataError(
@@ -105,11 +76,8 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: 
             )
         num_explained += num_unmasked
         of_sample: dict[str, Any] = {name: values[predicting] for name, values in rows.items()}
-        part = tokens[start : start + length]
-        if rollout_of_row is not None and rollout_id is None:
-            raise DataError(f"row {row} has the prompt {prompt_id!r} and no rollout: record the rollout of each row that trains")
         of_sample |= {"prompt_id": prompt_id, "rollout_id": rollout_id}
-        samples.append(BinSample(tokens=part, advantage=advantage, start=start, **of_sample))
+        samples.append(StepSample(tokens=tokens[start : start + length], advantage=advantage, **of_sample))
     num_unmasked = sum(value != 0 for value in rows["loss_mask"])
     if num_unmasked != num_explained:
         raise DataError(
@@ -137,27 +105,18 @@ class PackedForwardStep:
         num_microbatches: Callable[[], int],  # Megatron's get_num_microbatches
         *,
         vocab_size: int,  # the true one, without padding
-        config: PolicyLossConfig | Callable[[], PolicyLossConfig],  # a function, as megatron_lm_config, is called at the first step
+        config: PolicyLossConfig,
         rollout_of_row: Callable[[], NameOfRow] | None = None,  # None: each row is one, which one_sample_per_rollout must say
         groups: ParallelGroups | None = None,  # None: from the model
     ):
         self._read_bin, self._prompt_of_row, self._num_microbatches = read_bin, prompt_of_row, num_microbatches
-        self._vocab_size, self._given, self._groups = vocab_size, config, groups
-        self._rollout_of_row = rollout_of_row
-        self._forward_step: PolicyForwardStep | None = None
+        self.config, self._groups, self._rollout_of_row = config, groups, rollout_of_row
+        self._forward_step = PolicyForwardStep(config, vocab_size=vocab_size, groups=groups, reports_metrics=True)
         self._waiting: dict[int, list[PolicyBatch]] = {}  # by model chunk
         self.reports: list[MicrobatchReport] = []
         self._groups_of_step: ParallelGroups | None = None
 
-    @cached_property
-    def config(self) -> PolicyLossConfig:
-        return self._given() if callable(self._given) else self._given
-
     def __call__(self, data_iterator: Iterator[object], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        if self._forward_step is None:
-            self._forward_step = PolicyForwardStep(
-                self.config, vocab_size=self._vocab_size, groups=self._groups, reports_metrics=True
-            )
         waiting = self._waiting.get(id(model)) or self._next_step(data_iterator, model)
         self._waiting[id(model)] = waiting[1:]
         return self._forward_step(iter(waiting[:1]), model)
@@ -167,7 +126,7 @@ class PackedForwardStep:
 
         On the CPU the loss has raised before. Synchronises once.
         """
-        self.reports = [] if self._forward_step is None else self._forward_step.take_reports()
+        self.reports = self._forward_step.take_reports()
         counts = [report.num_nonfinite.sum() for report in self.reports]
         worst = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
         if maxima_anywhere(worst[None], self._groups_of_step or resolve_groups()) != [0]:
@@ -186,34 +145,6 @@ class PackedForwardStep:
         groups = self._groups_of_step or resolve_groups()
         statistics = [report.statistics for report in self.reports if report.statistics is not None]
         return step_metrics(statistics, groups, has_entropy=has_entropy)
-
-    def log_probs(
-        self, model: nn.Module, bins: Sequence[PackedBin]
-    ) -> list[Tensor]:  # of each bin [S - 1] float32, 0 outside sequences
-        """Log-probabilities by the model as it is, with the loss's own temperature and rounding: old_log_probs of ratio 1."""
-        groups = resolve_groups(model) if self._groups is None else self._groups
-        prompts, context = self._prompt_of_row(), StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
-        rows = [samples_of_bin(packed, prompts) for packed in bins]
-        plain = [[unweighted(sample) for sample in samples] for samples in rows]
-        batches = [_batch(packed, samples, context, groups) for packed, samples in zip(bins, plain, strict=True)]
-        lengths = [[(len(sample.tokens), len(sample.tokens) - 1) for sample in samples] for samples in rows]
-        values = response_log_probs(
-            model,
-            batches,
-            lengths,
-            temperature=self.config.policy_temperature,
-            vocab_size=self._vocab_size,
-            backend=self.config.policy_loss_backend,
-            groups=groups,
-            head=HeadSettings.of(self.config, knows_mtp=True),
-        )
-        filled = []
-        for packed, samples, of_bin in zip(bins, rows, values, strict=True):
-            whole = torch.zeros(packed.tokens.numel() - 1)
-            for sample, row in zip(samples, of_bin, strict=True):
-                whole[sample.start : sample.start + row.numel()] = row
-            filled.append(whole)
-        return filled
 
     def _next_step(self, data_iterator: Iterator[object], model: nn.Module) -> list[PolicyBatch]:
         self._groups_of_step = groups = resolve_groups(model) if self._groups is None else self._groups
@@ -287,12 +218,6 @@ def batches_of_step(
 def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepContext, groups: ParallelGroups) -> PolicyBatch:
     """Rows keep the bin's length, so that shapes agree over a pipeline."""
     return make_packed_batch(samples, context, row_length=packed.tokens.numel(), cp_group=groups.cp, device=packed.tokens.device)
-
-
-def _name_of(row: int, title: str, name_of_row: NameOfRow) -> int | str | None:
-    if not 0 <= row < len(name_of_row):
-        raise DataError(f"row {row} has no entry in {title}, which holds {len(name_of_row)}: one a row, None where it only pads")
-    return name_of_row[row]
 
 
 def _row(values: Tensor, num_tokens: int, name: str) -> list[Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group, resolve_groups
-from megatron_rl.megatron.hybrid_schedule import data_of_rounds
+from megatron_rl.megatron.context_groups import hybrid_data
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -32,38 +32,6 @@ if TYPE_CHECKING:
 # Float32 holds the sum of the parts exactly up to about 4,000 replicas. With 12,000, ranks that add in different orders differ by
 # 3e-5. A wrong factor is a size or a ratio of counts, which is not so close to 1, nor another factor so close to a size.
 TOLERANCE = 1e-4
-# Name of a size -> (what a factor of it means, what its inverse means).
-CAUSES: dict[str, tuple[str, str]] = {
-    "cp": (
-        "each context-parallel rank counts the tokens of all of them",
-        "the mean that DDP takes over context-parallel ranks is left in, or a rank divides by its own tokens",
-    ),
-    "dp": (
-        "nothing divides by the data-parallel ranks, as DDP does under the other contract",
-        "the mean that DDP takes over data-parallel ranks is left in",
-    ),
-    "dp x cp": (
-        "the mean over data- and context-parallel ranks is undone, but it was not taken",
-        "the mean that DDP takes over data- and context-parallel ranks is left in",
-    ),
-    "micro-batches": (
-        "the schedule's mean over micro-batches is undone, but it was not taken",
-        "the schedule's mean over micro-batches is left in",
-    ),
-    "tp": ("equal parts of tensor-parallel ranks are added", "equal parts of tensor-parallel ranks are averaged"),
-    "pp": ("each pipeline stage adds the loss of the last", "the loss of the last pipeline stage is averaged over all of them"),
-    "ep": (
-        "gradients of experts are added over ranks that have averaged them",
-        "gradients of experts are averaged over the expert-parallel ranks too, which hold other experts",
-    ),
-    "samples": ("nothing divides by the step's samples", "the step's samples divide twice, as with --gradient-divisor num_samples"),
-    "prompts": ("nothing divides by the step's prompts", "the step's prompts divide twice"),
-    "tokens": ("nothing divides by the step's tokens", "the step's tokens divide twice"),
-    "rows": (
-        "the rows of a micro-batch multiply the loss",
-        "the loss is a mean over the rows of a micro-batch: return the sum, the token weights divide already",
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +153,7 @@ def run_one_parameter(
 
     iterator: Any = [None] * num_stages if num_stages > 1 else None
     if contract.get("hybrid_context_parallel"):
-        iterator = data_of_rounds([[SINGLE] * len(parts)], resolve_groups().dp_cp)
+        iterator = hybrid_data([[SINGLE] * len(parts)], resolve_groups().dp_cp)
     for model in models:
         model.zero_grad_buffer()
     get_forward_backward_func()(
@@ -298,7 +266,7 @@ def _refusal(result: ProbeResult, ratio: float, whose: str, groups: ParallelGrou
     guess = f", which is {' or '.join(names)}" if names else ""
     return (
         f"Megatron-Core {result.megatron_version} and scale_for_schedule do not agree on what a 3-tuple means: the gradient of "
-        f"{result.contract} is {ratio:.6g} of the step's{whose}{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, "
+        f"{result.contract} is {ratio:.6g} of the step's{whose}{guess}; see docs/parallelism.md. Use megatron-core 0.16 to 0.20, "
         "and change neither calculate_per_token_loss nor scale_for_schedule"
     )
 
@@ -307,11 +275,3 @@ def factor_names(ratio: float, sizes: Mapping[str, int]) -> list[str]:
     """The names of the sizes that equal the ratio, then of those whose inverse does: ["cp", "1/(micro-batches)"]; sizes above 1."""
     named = [name for name, size in sizes.items() if size > 1 and abs(ratio - size) < TOLERANCE * size]
     return named + [f"1/({name})" for name, size in sizes.items() if size > 1 and abs(ratio * size - 1) < TOLERANCE]
-
-
-def cause_of(ratio: float, sizes: Mapping[str, int]) -> str:
-    """The cause as text: `= 1/cp: the mean that DDP takes ...`, with `or` between equal sizes; empty for a ratio without a name."""
-    names = factor_names(ratio, sizes)
-    causes = [CAUSES[name.removeprefix("1/(").removesuffix(")")][name.startswith("1/(")] for name in names]
-    shown = [name.replace("(", "").replace(")", "") if " " not in name else name for name in names]
-    return f"= {' or '.join(shown)}: {'; or '.join(causes)}" if names else ""

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -33,27 +31,22 @@ from torch import Tensor, nn
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_groups import have_same_ranks
-from megatron_rl.layout.groups import Group, ParallelGroups, resolve_group
+from megatron_rl.layout.groups import Group, ParallelGroups
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.model import find_gpt_model
 from megatron_rl.megatron.routing import routers_of
-from megatron_rl.megatron.samples import trained_mtp_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.router import TopKRouter
 
 # The parameters of the router's methods that are replaced, as Megatron-Core 0.16 has them.
-_METHODS = {
+REPLACED_METHODS = {
     "apply_z_loss": ("logits", "padding_mask"),
     "_apply_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
     "_apply_seq_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz", "with_padding_mask"),
     "_apply_global_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
 }
-# Why seq_aux_loss is another loss on packed rows.
-NO_BOUNDS_OF_SAMPLES = "Megatron gives its router no bounds of samples, and balances the whole row as one sample"
-# Bare models that were checked at start or at their first forward, and whose lines have been said.
-_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +64,17 @@ class RoutedStep:
 
 
 def takes_padding_mask(model: nn.Module | type[nn.Module]) -> bool:
-    """Whether the installed Megatron-Core gives routers a padding mask: since 0.16."""
+    """Whether the model gives its routers a padding mask, as a GPTModel does."""
     return "padding_mask" in inspect.signature(find_gpt_model(model).forward).parameters
 
 
 def padding_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput, tp_group: Group) -> dict[str, Tensor]:
-    """The keyword that tells routers which positions are padding; {} for a model without experts and where Megatron-Core has none.
+    """The keyword that tells routers which positions are padding; {} for a model without experts, or that takes none.
 
     Megatron slices the mask under sequence parallelism on the first pipeline stage alone, so the other stages get a slice here.
     """
-    if config.num_moe_experts is None or not takes_padding_mask(model):
-        return {}
     is_padding = batch.is_padding
-    if is_padding is None:
+    if config.num_moe_experts is None or is_padding is None or not takes_padding_mask(model):
         return {}
     if config.sequence_parallel and not find_gpt_model(model).pre_process:
         is_padding = is_padding.chunk(tp_group.size(), 1)[tp_group.rank()].contiguous()
@@ -99,7 +90,7 @@ def padding_of_mtp(model: nn.Module, config: TransformerConfig, batch: ForwardIn
     """
     layers = getattr(find_gpt_model(model), "mtp", None)
     is_padding = None if layers is None or config.num_moe_experts is None else batch.is_padding
-    if layers is None or is_padding is None or not takes_padding_mask(model):
+    if layers is None or is_padding is None:
         yield
         return
     if config.sequence_parallel:
@@ -140,76 +131,34 @@ def router_losses(config: TransformerConfig) -> dict[str, float]:
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
 
 
-def check_routers(mode: str | None, model: nn.Module, config: TransformerConfig, *, is_packed: bool) -> None:
-    """Call it when the model is built: all that is refused, and what is said once of these losses. Warnings come from rank 0.
-
-    Without the call the first training forward does the same. Raises ConfigError where exact is asked for and not possible here.
-    """
-    losses = router_losses(config)
-    if mode == RouterAuxLoss.EXACT:
-        problems = list(exact_problems(losses, model, config, is_packed=is_packed))
-        if problems:
-            raise ConfigError(problems)
-    bare = find_gpt_model(model)
-    if bare in _checked or config.num_moe_experts is None:
-        return
-    _checked.add(bare)
-    if resolve_group(None, "dp_cp").rank() or resolve_group(None, "tp").rank() or not bare.pre_process:
-        return
-    if not takes_padding_mask(model):
-        warnings.warn(
-            "the installed Megatron-Core gives routers no padding mask: padding counts as tokens of what balances the experts; "
-            "install megatron-core 0.16 or later",
-            stacklevel=2,
-        )
-    by_microbatch = [name for name in losses if name in ("aux_loss", "global_aux_loss")]
-    if mode == RouterAuxLoss.EXACT and by_microbatch:
-        warnings.warn(
-            f"--router-aux-loss exact: {', '.join(by_microbatch)}: the tokens of a micro-batch are balanced, by definition, so "
-            "this depends on the cut of the step into micro-batches, and on nothing else of the layout",
-            stacklevel=2,
-        )
-    if mode != RouterAuxLoss.EXACT and losses:
-        warnings.warn(
-            f"--router-aux-loss host keeps Megatron's scale of {', '.join(losses)}, which depends on the layout: a mean over "
-            "micro-batches and ranks, under --calculate-per-token-loss x routed tokens / response tokens; choose exact for the "
-            "value of one rank on the whole step",
-            stacklevel=2,
-        )
-        if is_packed and "seq_aux_loss" in losses:
-            warnings.warn(f"--router-aux-loss host: seq_aux_loss with packed rows: {NO_BOUNDS_OF_SAMPLES}", stacklevel=2)
-
-
 def prepare_routers(
     mode: str | None, model: nn.Module, config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups
 ) -> None:
-    """Call it before each forward of a training step. Raises ConfigError where exact is asked for and not possible here."""
+    """Call it before each forward of a training step. Raises ConfigError for losses that would be wrong in a micro-batch over a
+    context-parallel group that is not the model's."""
     if config.num_moe_experts is None:
         return
     if config.moe_router_enable_expert_bias:
         _count_real_tokens(model)
-    losses = router_losses(config)
-    if not have_same_ranks(batch.cp_group, groups.cp):
-        problems = list(own_group_problems(mode, losses, batch.cp_group, groups.cp))
-        if problems:
-            raise ConfigError(problems)
-    check_routers(mode, model, config, is_packed=batch.packed_seq_params is not None)
-    if mode != RouterAuxLoss.EXACT:
-        for router in routers_of(model):
-            if "routed_step" in vars(router):  # a step before this one was exact
-                for name in ("routed_step", "is_measured", *_EXACT):
-                    vars(router).pop(name, None)
-    if not losses:
-        return
-    if mode != RouterAuxLoss.EXACT:
-        if takes_padding_mask(model):
-            _divide_by_a_token()
-        return
-    step = _step_of(config, batch, groups)
+    losses, is_exact = router_losses(config), mode == RouterAuxLoss.EXACT
+    # Only the exact z-loss is a sum over tokens; the others add up the routes over the model's group.
+    wrong = [name for name in losses if not is_exact or name != "z_loss"]
+    if wrong and not have_same_ranks(batch.cp_group, groups.cp):
+        raise ConfigError(
+            f"{', '.join(wrong)} with a micro-batch over {batch.cp_group.size()} context-parallel ranks, in a model with "
+            f"{groups.cp.size()}: its routers balance the tokens of the model's group, whose ranks now have other samples; set "
+            "their coefficients to 0 (z_loss alone goes with --router-aux-loss exact), or give each micro-batch the model's group"
+        )
+    if losses and not is_exact:
+        _divide_by_a_token()
+    step = _step_of(config, batch, groups) if losses and is_exact else None
     for router in routers_of(model):
-        vars(router)["routed_step"] = step
-        for name, method in _EXACT.items():
-            vars(router)[name] = MethodType(method, router)
+        if step is not None:
+            exact = {name: MethodType(method, router) for name, method in _EXACT.items()}
+            vars(router).update(exact, routed_step=step)
+        elif "routed_step" in vars(router):  # a step before this one was exact
+            for name in ("routed_step", "is_measured", *_EXACT):
+                vars(router).pop(name, None)
 
 
 @functools.cache
@@ -237,61 +186,6 @@ def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGrou
     factor = context.totals.num_tokens / num_parts if per_token else 1.0
     of_schedule = 1.0 if per_token else groups.cp.size() / context.num_microbatches
     return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor, of_schedule)
-
-
-def exact_problems(losses: Mapping[str, float], model: nn.Module, config: TransformerConfig, *, is_packed: bool) -> Iterator[str]:
-    """Why exact is not possible for these losses of the model."""
-    if not losses:
-        return
-    problem = exact_problem(model)
-    if problem is not None:
-        yield problem
-    if getattr(config, "moe_grad_scale_func", None) is not None:
-        yield "--router-aux-loss exact with moe_grad_scale_func in the model's config: both scale these losses; remove one"
-    if vars(config).get("mtp_use_repeated_layer") and trained_mtp_layers(config) > 1:
-        yield (
-            "--router-aux-loss exact with mtp_use_repeated_layer=True: one router would have the loss of several layers; choose "
-            "host or refuse, or build each layer"
-        )
-    if is_packed and "seq_aux_loss" in losses:
-        yield (
-            f"--router-aux-loss exact with seq_aux_loss (--moe-aux-loss-coeff {losses['seq_aux_loss']}) and packed rows: "
-            f"{NO_BOUNDS_OF_SAMPLES}; pad the samples, or use aux_loss"
-        )
-
-
-def own_group_problems(mode: str | None, losses: Mapping[str, float], group: Group, own: Group) -> Iterator[str]:
-    """Why these losses would be wrong in a micro-batch over a context-parallel group that is not the model's.
-
-    Only the exact z-loss is a sum over tokens; the others add up the routes over the model's group.
-    """
-    wrong = [name for name in losses if mode != RouterAuxLoss.EXACT or name != "z_loss"]
-    if wrong:
-        yield (
-            f"{', '.join(wrong)} with a micro-batch over {group.size()} context-parallel ranks, in a model with {own.size()}: its "
-            "routers balance the tokens of the model's group, whose ranks now have other samples; set their coefficients to 0 "
-            "(z_loss alone goes with --router-aux-loss exact), or give each micro-batch the model's group"
-        )
-
-
-def exact_problem(model: nn.Module | type[nn.Module]) -> str | None:
-    """Why exact is not possible with the installed Megatron-Core; None where it is."""
-    if not takes_padding_mask(model):
-        return (
-            "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask, so padding would be counted; "
-            "install megatron-core 0.16 or later, or choose host"
-        )
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    for name, expected in _METHODS.items():
-        method = getattr(TopKRouter, name, None)
-        found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
-        if found != expected:
-            return (
-                f"--router-aux-loss exact replaces TopKRouter.{name}({', '.join(expected)}), and the installed Megatron-Core has "
-                f"({', '.join(found)}): choose host or refuse, or install megatron-core 0.16 to 0.19"
-            )
-    return None
 
 
 def _z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

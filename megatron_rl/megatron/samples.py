@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterAuxLoss
 from megatron_rl.count import StepTotals, count_step
-from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import needs_rollout_log_probs
@@ -87,6 +86,24 @@ class UnweightedSample(Protocol):
     def kept_mass(self) -> Sequence[float] | Tensor | None: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSample:
+    """An UnweightedSample as plain numbers: any rank and any other framework can take it."""
+
+    tokens: list[int]  # prompt and response
+    loss_mask: list[int]  # one a response token
+    prompt_id: int | str
+    advantage: float
+    old_log_probs: list[float] | None = None
+    ref_log_probs: list[float] | None = None
+    rollout_log_probs: list[float] | None = None
+    policy_version: int | None = None
+    routes: list[list[list[int]]] | None = None
+    kept_ids: list[list[int]] | None = None
+    kept_mass: list[float] | None = None
+    rollout_id: int | str | None = None
+
+
 def weigh_samples(
     config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups
 ) -> tuple[list[PolicySample], StepTotals]:
@@ -97,7 +114,7 @@ def weigh_samples(
     Raises what count_step and sample_token_weights raise; EmptyStep for a step without an unmasked token.
     """
     masks = [torch.as_tensor(sample.loss_mask) for sample in samples]  # not converted: count_step refuses values other than 0 and 1
-    counted = count_step(
+    totals, counts, prompt_counts, rollouts = count_step(
         masks,
         [sample.prompt_id for sample in samples],
         groups.dp,
@@ -105,7 +122,6 @@ def weigh_samples(
         allow_partial_prompt_groups=config.allow_partial_prompt_groups,
         rollout_ids=rollout_ids_of(samples),
     )
-    totals, counts, prompt_counts, rollouts = counted
     weights = sample_token_weights(
         config.loss_aggregation,
         counts,
@@ -120,7 +136,7 @@ def weigh_samples(
     has_metrics = config.policy_metrics != PolicyMetrics.NONE
     has_sampler = has_metrics or needs_rollout_log_probs(config)
 
-    def values(row: Sequence[float] | Tensor | None) -> Tensor | None:
+    def values(row: Sequence[Any] | Tensor | None) -> Tensor | None:
         return None if row is None else torch.as_tensor(row)
 
     return [
@@ -135,11 +151,11 @@ def weigh_samples(
             ref_log_probs=values(sample.ref_log_probs),
             rollout_log_probs=values(sample.rollout_log_probs) if has_sampler else None,
             policy_version=sample.policy_version if has_metrics else None,
-            routes=_routes_of(sample, place),
+            routes=values(sample.routes),
             kept_ids=sets_of(sample),
             kept_mass=values(sample.kept_mass) if has_metrics else None,
         )
-        for place, (sample, mask, weight, count, regularizer) in enumerate(rows)
+        for sample, mask, weight, count, regularizer in rows
     ], totals
 
 
@@ -168,15 +184,6 @@ def unweighted(sample: UnweightedSample, has_routes: bool = False) -> PolicySamp
 def sets_of(sample: UnweightedSample) -> SamplingSupport | None:
     kept = sample.kept_ids
     return kept if kept is None or isinstance(kept, SamplingSupport) else SamplingSupport.from_lists(kept)
-
-
-def _routes_of(sample: UnweightedSample, place: int) -> Tensor | None:
-    if sample.routes is None:
-        return None
-    problem = route_problem(sample.routes, len(sample.tokens))
-    if problem is not None:
-        raise DataError(f"sample {place} of this rank: routes: {problem}")
-    return torch.as_tensor(sample.routes)
 
 
 def count_routed_tokens(config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups) -> int | None:
@@ -216,47 +223,8 @@ def count_further_tokens(
     return tuple(of_all.tolist())
 
 
-class RouteShape(NamedTuple):
-    """What a model's routes look like."""
-
-    num_layers: int  # with experts
-    topk: int
-    num_experts: int
-
-    @classmethod
-    def of(cls, config: TransformerConfig) -> RouteShape:
-        return cls(len(expert_layers(config)), config.moe_router_topk, config.num_moe_experts)
-
-
 def expert_layers(config: TransformerConfig) -> list[int]:
     """The global numbers, from 1, of the layers with experts. A sample's routes are in this order."""
     frequency = config.moe_layer_freq
     pattern = [number % frequency == 0 for number in range(config.num_layers)] if isinstance(frequency, int) else frequency
     return [number for number, has_experts in enumerate(pattern, 1) if has_experts]
-
-
-def route_problem(routes: object, num_tokens: int, shape: RouteShape | None = None) -> str | None:
-    """What is wrong with a sample's routes, as lists or a tensor [num_moe_layers, num_tokens - 1, topk]; None: nothing.
-
-    shape: of the model's routes; None: any number of layers, experts and choices is taken.
-    """
-    layers, topk = ("num_moe_layers", "topk") if shape is None else (str(shape.num_layers), str(shape.topk))
-    form = f"[{layers}][{num_tokens - 1}][{topk}]: layers with experts, tokens but the last one, experts of a token"
-    try:
-        values = torch.as_tensor(routes)
-    except (TypeError, ValueError, RuntimeError):
-        return f"must be null or integers {form}; it is no array of integers"
-    if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
-        return f"must be null or integers {form}; it holds {values.dtype}"
-    expected = values.shape if shape is None else (shape.num_layers, num_tokens - 1, shape.topk)
-    if values.dim() != 3 or values.shape[1] != num_tokens - 1 or not values.numel() or tuple(values.shape) != tuple(expected):
-        return f"must be null or integers {form}; its shape is {list(values.shape)}"
-    too_large = torch.zeros_like(values, dtype=torch.bool) if shape is None else values >= shape.num_experts
-    for is_wrong, why in (
-        ((values < 0) | too_large, "of at least 0" if shape is None else f"in [0, {shape.num_experts}), the model's experts"),
-        ((values.sort(-1).values.diff(dim=-1) == 0).any(-1, keepdim=True), "of different experts: a token goes to each once"),
-    ):
-        if bool(is_wrong.any()):
-            layer, position, _ = is_wrong.nonzero()[0].tolist()
-            return f"{values[layer, position].tolist()} in row {layer}, token {position}, must be ids {why}"
-    return None

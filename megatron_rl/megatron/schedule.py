@@ -1,6 +1,6 @@
 """Scales the loss for Megatron's schedule, so that schedule, DDP and finalize_model_grads give exactly the step's loss.
 
-With D = dp cp ranks and M micro-batches, Megatron-Core 0.13 and later divides a 3-tuple's loss by (its token count x M), and DDP
+With D = dp cp ranks and M micro-batches, Megatron-Core divides a 3-tuple's loss by (its token count x M), and DDP
 averages over D. `loss_part` is this rank's part of the plain sum over dp, cp and micro-batches. So the returned tuple is
 
     (loss_part D M, 1)                   which undoes both: the gradient of sum loss_part remains

@@ -11,11 +11,43 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group
 from megatron_rl.megatron.model import is_of_expert
-from megatron_rl.megatron.probe import cause_of
+from megatron_rl.megatron.probe import factor_names
 from megatron_rl.testing.layout_step import Layout, RankStep, Shards, StepSample
 
 # The relative residual beside a gradient that is a multiple of the true one is at most this.
 MULTIPLE_TOLERANCE = 1e-4
+# Name of a size -> (what a factor of it means, what its inverse means).
+CAUSES: dict[str, tuple[str, str]] = {
+    "cp": (
+        "each context-parallel rank counts the tokens of all of them",
+        "the mean that DDP takes over context-parallel ranks is left in, or a rank divides by its own tokens",
+    ),
+    "dp": (
+        "nothing divides by the data-parallel ranks, as DDP does under the other contract",
+        "the mean that DDP takes over data-parallel ranks is left in",
+    ),
+    "dp x cp": (
+        "the mean over data- and context-parallel ranks is undone, but it was not taken",
+        "the mean that DDP takes over data- and context-parallel ranks is left in",
+    ),
+    "micro-batches": (
+        "the schedule's mean over micro-batches is undone, but it was not taken",
+        "the schedule's mean over micro-batches is left in",
+    ),
+    "tp": ("equal parts of tensor-parallel ranks are added", "equal parts of tensor-parallel ranks are averaged"),
+    "pp": ("each pipeline stage adds the loss of the last", "the loss of the last pipeline stage is averaged over all of them"),
+    "ep": (
+        "gradients of experts are added over ranks that have averaged them",
+        "gradients of experts are averaged over the expert-parallel ranks too, which hold other experts",
+    ),
+    "samples": ("nothing divides by the step's samples", "the step's samples divide twice, as with --gradient-divisor num_samples"),
+    "prompts": ("nothing divides by the step's prompts", "the step's prompts divide twice"),
+    "tokens": ("nothing divides by the step's tokens", "the step's tokens divide twice"),
+    "rows": (
+        "the rows of a micro-batch multiply the loss",
+        "the loss is a mean over the rows of a micro-batch: return the sum, the token weights divide already",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +108,14 @@ def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], e
         f"gradient is no multiple of {expected} (nearest {ratio:.4g}, {residual:.2g} beside it): samples weigh otherwise, as with "
         "counts taken after slicing, or tokens are paired wrongly, or a part of the step is lost"
     )
+
+
+def cause_of(ratio: float, sizes: Mapping[str, int]) -> str:
+    """The cause as text: `= 1/cp: the mean that DDP takes ...`, with `or` between equal sizes; empty for a ratio without a name."""
+    names = factor_names(ratio, sizes)
+    causes = [CAUSES[name.removeprefix("1/(").removesuffix(")")][name.startswith("1/(")] for name in names]
+    shown = [name.replace("(", "").replace(")", "") if " " not in name else name for name in names]
+    return f"= {' or '.join(shown)}: {'; or '.join(causes)}" if names else ""
 
 
 def named_sizes(layout: Layout, samples: Sequence[StepSample], *, rows: int = 1) -> dict[str, int]:

@@ -28,8 +28,7 @@ from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_bat
 from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.rotary import Rotary
-from megatron_rl.megatron.routing import RouteChecker
-from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
+from megatron_rl.megatron.samples import StepSample, count_further_tokens, count_routed_tokens
 from megatron_rl.metrics.step import step_metrics
 
 if TYPE_CHECKING:
@@ -132,24 +131,6 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepSample:
-    """A sample as plain numbers: any rank and any other framework can take it."""
-
-    tokens: list[int]  # prompt and response
-    loss_mask: list[int]  # one a response token
-    prompt_id: str
-    advantage: float
-    old_log_probs: list[float] | None = None
-    ref_log_probs: list[float] | None = None
-    rollout_log_probs: list[float] | None = None
-    policy_version: int | None = None
-    routes: list[list[list[int]]] | None = None
-    kept_ids: list[list[int]] | None = None
-    kept_mass: list[float] | None = None
-    rollout_id: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TinyGPT:
     """The model of the test: small, with layers for four pipeline stages and heads for four tensor ranks."""
 
@@ -160,7 +141,7 @@ class TinyGPT:
     true_vocab_size: int = 61  # three padded columns, all on the last tensor rank
     tie_embeddings: bool = False
     bf16: bool = False  # with float32 gradient buffers
-    use_transformer_engine: bool | None = None  # None: where it works
+    use_transformer_engine: bool = True  # where it works
     # Further fields of TransformerConfig with their values, also of a mixture of experts; tuples in place of lists.
     experts: tuple[tuple[str, object], ...] = ()
     rotary: Rotary = Rotary()  # noqa: RUF009  # frozen
@@ -249,9 +230,7 @@ class LayoutModel:
         forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
         forward_step.announces_factor = self.announces_factor
         rows, length = batches[0].tokens.shape
-        with RouteChecker(models) as forward_step.route_checker:
-            scaled = run_schedule(models, batches, length * groups.cp.size(), rows, forward_step)
-        forward_step.route_checker.raise_first()
+        scaled = run_schedule(models, batches, length * groups.cp.size(), rows, forward_step)
         reports = forward_step.take_reports()
         check_finite(reports)
         gather_distributed_gradients(models)
@@ -264,8 +243,6 @@ class LayoutModel:
             has_entropy = policy_config.policy_metrics == "with_entropy"
             statistics = [report.statistics for report in reports if report.statistics is not None]
             metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
-            if self.tiny.expert_options.get("num_moe_experts"):
-                metrics |= forward_step.route_checker.metrics(groups)
         return RankStep(float(broadcast_from_last(loss, groups.pp)), gradients, float(norm), metrics, reported)
 
 

@@ -121,6 +121,6 @@ SHAPES: Mapping[str, ModelShape] = {
             "moe_router_topk": 2,
         },
         groups_of=2,
-        rotary=Rotary(base=150000, yarn=Yarn(factor=32.0, original_length=16, rounds_range=False)),
+        rotary=Rotary(base=150000, yarn=Yarn(factor=32.0, original_length=16)),
     ),
 }

@@ -31,8 +31,8 @@ class DenseSample:
     rollout: list[float] | None  # None: nothing reads it
     ref: list[float] | None
     importance: list[float]
-    prompt: str
-    rollout_id: str | None = None  # equal for the rows of a rollout; None: the sample is one
+    prompt: int | str
+    rollout_id: int | str | None = None  # equal for the rows of a rollout; None: the sample is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +286,7 @@ def scores_of(
 
 def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], settings: DenseSettings) -> list[float]:
     """The weight of a token of each sample, whose counts these are."""
-    rollouts = [sample.rollout_id or f"sample {place}" for place, sample in enumerate(samples)]
+    rollouts = [f"sample {n}" if sample.rollout_id is None else sample.rollout_id for n, sample in enumerate(samples)]
     weights = []
     for sample, rollout, count in zip(samples, rollouts, counts, strict=True):
         siblings = [other for name, other in zip(rollouts, counts, strict=True) if name == rollout]

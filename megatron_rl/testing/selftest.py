@@ -26,7 +26,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.losses.corrections import CorrectionSettings, correction_names, get_correction
 from megatron_rl.losses.kl import kl_estimator_names
-from megatron_rl.megatron.context_groups import own_group_problems_of
+from megatron_rl.megatron.context_groups import own_group_problems
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.ops.backends import why_triton_is_missing
@@ -244,7 +244,7 @@ class WholeSteps:
         os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some containers set it
         torch.set_float32_matmul_precision("highest")  # TF32's 10-bit mantissa is as large as the errors that the selftest finds
         self.device = initialize_ranks(**Layout().model_parallel)  # where the truths are computed
-        why_no_own_groups = [*own_group_problems_of(self.tiny.expert_options)]
+        why_no_own_groups = [*own_group_problems(self.tiny.expert_options)]
         if self.layout.data * self.layout.context == 1:
             why_no_own_groups.append("one rank has the whole of each micro-batch")
         on_cpu = "its kernels need CUDA, and the ranks are on the CPU"

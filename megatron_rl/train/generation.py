@@ -29,7 +29,7 @@ from megatron_rl.layout.groups import (
     resolve_group,
 )
 from megatron_rl.layout.noise import INCREMENT, hash_of, logical_shift, scramble, signed
-from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at
+from megatron_rl.megatron.head import HeadInputs, HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import forward_only, recording
 from megatron_rl.megatron.routing import RouteRecorder
@@ -149,8 +149,7 @@ class Sampler:
         places, ids, next_position, is_own = local.clamp(min=0), there(torch.tensor(sample_ids)), there(last + 1), local >= 0
 
         def choose(_: object, logits: Tensor, inputs: HeadInputs | None) -> tuple[Tensor, Tensor | None]:
-            rows = logits.flatten(0, 1) if inputs is None else logits_at(inputs, places, self.head, groups.tp)
-            return self._choose(rows.float(), ids, next_position, is_own)
+            return self._choose(logits.flatten(0, 1).float(), ids, next_position, is_own)
 
         if cache is None or is_first:  # with a cache a later token costs no copy of what stands before it
             whole = torch.zeros(len(sequences), row_length, dtype=torch.int64)
@@ -234,7 +233,7 @@ class _PaddedPrompts:
     is_padding: Tensor | None = None
     packed_seq_params: object | None = None
     cp_group: Group | None = None
-    replayed_routes: Tensor | None = None
+    routes: Tensor | None = None
 
 
 def gumbel_noise(

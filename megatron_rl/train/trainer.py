@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, group_device, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
-from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
-from megatron_rl.megatron.head import HeadSettings, check_head
-from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
+from megatron_rl.megatron.checks import check_model
+from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
+from megatron_rl.megatron.head import HeadSettings, setting_problems
+from megatron_rl.megatron.model import build_gpt_model, has_transformer_engine, transformer_config
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
-from megatron_rl.megatron.router_losses import check_routers
-from megatron_rl.megatron.routing import RouteChecker, RouteRecorder, forget_recomputations, replay_problems
+from megatron_rl.megatron.routing import RouteRecorder, forget_recomputations, replay_problems
 from megatron_rl.megatron.samples import (
     PolicySample,
     UnweightedSample,
@@ -87,20 +86,19 @@ class PolicyTrainer:
         self.groups = resolve_groups()
         self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)
         self._head = HeadSettings.of(config)
-        self._bounds_on_host = transformer_engine_problem() is not None  # as gpt_layer_spec decides
-        check_contract(config, self._model_config)
+        self._bounds_on_host = not has_transformer_engine()  # as gpt_layer_spec decides
+        problems = [*setting_problems(self._head, self._model_config)]
         if settings.router_replay != RouterReplay.NONE:
-            problems = list(replay_problems(self._model_config))
-            if problems:
-                raise ConfigError(problems)
-        check_head(self._head, self._model_config)
+            problems += replay_problems(self._model_config)
+        if problems:
+            raise ConfigError(problems)
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=settings.use_distributed_optimizer,
             grad_reduce_in_fp32=settings.bf16,
         )
         self.probe: ProbeResult = probe_schedule(ddp_config=ddp_config)
         policy = self._build()
-        check_routers(config.router_aux_loss, policy, self._model_config, is_packed=settings.packed)
+        check_model(config, policy, is_packed=settings.packed)
         self.model = DistributedDataParallel(self._model_config, ddp_config, policy)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -137,7 +135,8 @@ class PolicyTrainer:
         kept: KeptTokens | None = None,
     ) -> list[list[int]]:
         """One response for each prompt of this data-parallel rank. Communication and errors: as Sampler.sample."""
-        sampler = Sampler(self.model, settings, noise, self.groups, self.device, self._head, recorder, kept)
+        head = HeadSettings(is_fp32=self.config.fp32_lm_head)  # one row a sequence: nothing to fuse
+        sampler = Sampler(self.model, settings, noise, self.groups, self.device, head, recorder, kept)
         return sampler.sample(prompts, sample_ids)
 
     def log_probs(
@@ -184,12 +183,10 @@ class PolicyTrainer:
         counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
 
         Synchronisation on CUDA: for count_step before the first forward, with a fused head once a chunk, and after the last
-        backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics; with experts for their load, and
-        for the check of routes.
+        backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError for an unmasked token that is not finite, and where a router did not use the replayed routes,
-        before the optimiser changes a weight.
+        policy/*. Raises DataError for an unmasked token that is not finite, before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -203,33 +200,26 @@ class PolicyTrainer:
             policy_version=policy_version,
             counts_phantoms=counts_phantoms,
             num_routed_tokens=count_routed_tokens(self.config, samples, self.groups),
-            replays_routes=self.settings.router_replay != RouterReplay.NONE,
         )
         batches = self._batches(parts, context)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._forward_step.take_reports()  # drops reports of a step that raised
         forget_recomputations(self.model)
-        with RouteChecker([self.model]) as checker:
-            self._forward_step.route_checker = checker
-            get_forward_backward_func()(
-                forward_step_func=self._forward_step,
-                data_iterator=iter(batches),
-                model=self.model,
-                num_microbatches=len(batches),
-                seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
-                micro_batch_size=batches[0].tokens.shape[0],
-                forward_only=False,
-            )
-        if context.replays_routes:
-            on_all_ranks(checker.raise_first)
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
+            micro_batch_size=batches[0].tokens.shape[0],
+            forward_only=False,
+        )
         reports = self._forward_step.take_reports()
         check_finite(reports)
         learning_rate = self._set_learning_rate(policy_version)
         _, grad_norm, _ = self.optimizer.step()
-        has_routes = bool(self._model_config.num_moe_experts) and self.config.policy_metrics != PolicyMetrics.NONE
-        metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
-        return metrics | (checker.metrics(self.groups) if has_routes else {})
+        return self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
 
     def _learning_rates(self) -> OptimizerParamScheduler | None:
         settings = self.settings

@@ -9,7 +9,7 @@ from megatron_rl.commands.doctor.report import ABSENT, NOTE, OK, PROBLEM, Findin
 from megatron_rl.config import TRITON_OF_TORCH
 
 PYTHON = "3.11"
-MEGATRON_VERSIONS = ("0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
+MEGATRON_VERSIONS = ("0.16", "0.17", "0.18", "0.19", "0.20")
 PROBE_TOLERANCE = 1e-4
 # A package -> what is done without it.
 WITHOUT = {

@@ -33,11 +33,11 @@ from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, re
 from megatron_rl.megatron.head import (
     HeadInputs,
     HeadSettings,
-    check_head,
     forward_through,
     is_sharded_behind_forward,
     layer_problems,
     own_forward,
+    setting_problems,
     sharded_problem,
     unfound_problem,
 )
@@ -103,10 +103,7 @@ def place_head(
 
 def _problems(models: Sequence[nn.Module], settings: HeadSettings, groups: ParallelGroups) -> Iterator[str]:
     for model in models:
-        try:
-            check_head(settings, model_config_of(model))
-        except ConfigError as error:
-            yield from error.problems
+        yield from setting_problems(settings, model_config_of(model))
     if settings.is_fused and any(map(is_sharded_behind_forward, models)):
         yield sharded_problem(settings)
     layers = _output_layers(models)
