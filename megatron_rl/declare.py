@@ -1,6 +1,6 @@
 """Holds what is declared by name: the registry of each kind, a policy loss and its parameters, checks of a declared function.
 
-KL estimators and corrections are declared in losses/, aggregations where their weights are. It imports no torch by itself.
+KL estimators and corrections are declared in losses/, aggregations where their weights are.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeGuard, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
-from megatron_rl.errors import ConfigError
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, flag_fields
+from megatron_rl.errors import ConfigError, DataError
 
 Level = Literal["token", "sequence"]
 Anchor = Literal["old", "rollout"]
@@ -69,7 +66,7 @@ class Registry(Generic[Record]):
         if not _is_ours(record.function):
             _import_built_in()
         known = self.records.get(name)
-        if known is not None and known.function is not record.function and not _is_run_again(known.function, record.function):
+        if known is not None and not _is_same(known.function, record.function):
             raise ConfigError(f"{self.kind} {name!r} is already registered by {known.function.__module__}; choose another name")
         self.records[name] = record
 
@@ -126,11 +123,10 @@ def _is_ours(function: Callable[..., Any]) -> bool:
     return function.__module__.startswith("megatron_rl.")
 
 
-def _is_run_again(before: Callable[..., Any], now: Callable[..., Any]) -> bool:
-    """Whether a cell of a notebook defines its function once more, or a file that raised below it is imported once more."""
-    names = {(function.__module__, function.__qualname__) for function in (before, now)}
-    is_again = now.__module__ == "__main__" or getattr(before, "__globals__", None) is not getattr(now, "__globals__", None)
-    return len(names) == 1 and is_again and "<lambda>" not in now.__qualname__
+def _is_same(before: Callable[..., Any], now: Callable[..., Any]) -> bool:
+    """Also where a cell of a notebook, or a file that is imported once more, defines its function again."""
+    is_again = (before.__module__, before.__qualname__) == (now.__module__, now.__qualname__)
+    return before is now or (is_again and "<lambda>" not in now.__qualname__)
 
 
 def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
@@ -189,10 +185,16 @@ def check_signature(
 
 def check_twin_path(kind: str, name: str, triton: object) -> None:
     """Raises ConfigError unless `triton` of a declaration is None or the text module.function."""
-    if triton is not None and not isinstance(triton, str):
+    if triton is not None and not (isinstance(triton, str) and "." in triton):
         raise ConfigError(f"triton={triton!r} of {kind} {name!r} must be the text module.function, or None")
-    if triton is not None and "." not in triton:
-        raise ConfigError(f"triton={triton!r} of {kind} {name!r} has no dot: write module.function")
+
+
+def checked_result(whose: str, name: str, value: object, like: Tensor) -> Tensor:
+    """The value that `whose` function returned. Raises DataError unless it has shape and dtype of `like`."""
+    if isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype:
+        return value
+    found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    raise DataError(f"{whose} returned {found} as {name}: it must be {tuple(like.shape)} {like.dtype}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,9 +382,6 @@ def register_policy_loss(
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token" or "sequence"')
     if anchor not in ("old", "rollout"):
         raise ConfigError(f'anchor={anchor!r} of policy loss {name!r} must be "old" or "rollout"')
-    for field, values, kind in (("parameters", parameters, Parameter), ("needs", needs, str)):
-        if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
-            raise ConfigError(f"{field}={values!r} of policy loss {name!r} must be a tuple of {kind.__name__}")
     needs, parameters = tuple(needs), tuple(parameters)
     for need in needs:
         if need not in FURTHER_INPUTS:

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import get_policy_loss, policy_loss_names
-from megatron_rl.losses.corrections import correction_names, get_correction
-from megatron_rl.losses.kl import kl_estimator_names
+from megatron_rl.losses.corrections import CORRECTIONS
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.testing.oracle import USUAL_BOUNDS, DenseSettings
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
@@ -135,8 +135,8 @@ DOORS = [
     Door("log_probs", "torch", FLOAT64),
     Door("log_probs", "triton", FLOAT32),
 ]
-CORRECTIONS = [
-    *((name, level) for name in correction_names() for level in get_correction(name).levels),
+CORRECTIONS_AND_LEVELS = [
+    *((name, level) for name in CORRECTIONS.names() for level in CORRECTIONS.find(name).levels),
     *(("none", "token") for _ in range(5)),
 ]
 BOUNDS = {"token": (0.8, 1.25), "sequence_mean": (0.9, 1.1), "sequence_sum": (0.6, 1.7)}
@@ -202,7 +202,7 @@ def cases_of(name: str, number: int = STEPS_OF_A_LOSS) -> list[Case]:
 
 def drawn(name: str, number: int, decks: Decks) -> Case:
     loss = get_policy_loss(name)
-    kind, level = decks.draw("correction", CORRECTIONS)
+    kind, level = decks.draw("correction", CORRECTIONS_AND_LEVELS)
     usual = decks.draw("has usual bounds", [True, False, False])
     has_usual = usual and (kind, level) in USUAL_BOUNDS
     low, high = (math.nan, math.nan) if loss.clip_ratios is None else CLIP
@@ -219,7 +219,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
         level=level,
         bounds=(None, None) if has_usual or kind == "none" else BOUNDS[level],
         sequence_delta=decks.draw("sequence delta", [None, None, 0.02]),
-        kl_estimator=decks.draw("estimator", kl_estimator_names()),
+        kl_estimator=decks.draw("estimator", KL_ESTIMATORS.names()),
         kl_coefficient=decks.draw("kl", [0.0, 0.7]),
         entropy_coefficient=decks.draw("entropy", [0.0, 0.3, 0.0]),
         temperature=decks.draw("temperature", [1.0, 0.7]),

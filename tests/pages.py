@@ -31,7 +31,7 @@ from helpers import names_forgotten
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
 from megatron_rl.config import CorrectionLevel, Route, flag_fields
 from megatron_rl.declare import POLICY_LOSSES, declared_parameters, get_policy_loss, policy_loss_names
-from megatron_rl.losses.corrections import correction_names, get_correction
+from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.validation import flag_of, routes_of_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +76,7 @@ def of_losses() -> str:
 
 def of_corrections() -> str:
     """The page with its table as the docstrings of the corrections have it."""
-    kinds = [get_correction(name) for name in correction_names()]
+    kinds = [CORRECTIONS.find(name) for name in CORRECTIONS.names()]
     rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
     text = with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
     return with_tables(text, {"<!-- table: bounds -->": rows_of_bounds()})
@@ -85,7 +85,7 @@ def of_corrections() -> str:
 def rows_of_bounds() -> list[str]:
     """Of each correction, what is taken and what is required at each of its levels."""
     lines = [f"| kind | {' | '.join(CorrectionLevel)} |\n|---|{'---|' * len(CorrectionLevel)}\n"]
-    for kind in map(get_correction, correction_names()):
+    for kind in map(CORRECTIONS.find, CORRECTIONS.names()):
         required = "both are required" if len(kind.required_bounds) > 1 else f"{kind.required_bounds[0]} is required, low is 0"
         published = {level: f"[{low:g}, {high:g}]" for level, (low, high) in kind.published_bounds.items()}
         cells = [published.get(level, required) if level in kind.levels else "refused" for level in CorrectionLevel]

@@ -24,7 +24,7 @@ from loss_backends import KERNEL, LOSSES, over_backends
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.losses.corrections import CorrectionSettings, correct
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.further import CORRECTION_STATISTICS
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import importance_correction, linear_policy_loss, policy_loss
@@ -150,25 +150,6 @@ def test_context_parallel_ranks_share_the_ratios_of_samples(ranks):
         torch.testing.assert_close(found[4], factors[flat])
     torch.testing.assert_close(sum(part[3] for part in parts), sums)
     torch.testing.assert_close(sum(part[4] for part in parts), loss)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [({"kind": "sqrt"}, "'sqrt' is not registered"), ({"level": "turn"}, "'turn' has no formula")]
-)
-def test_a_kind_or_level_without_a_formula_raises(change, message):
-    """And does not take the formula of another."""
-    settings = CorrectionSettings(**{"kind": "icepop", "level": "sequence_mean", "low": 0.5, "high": 2.0} | change)
-    ones = torch.ones(2, dtype=torch.float64)
-    with pytest.raises(ConfigError, match=message):
-        correct(
-            settings,
-            old_log_probs=ones,
-            rollout_log_probs=0.9 * ones,
-            advantages=ones,
-            sums={"counts": ones, "old_to_rollout": 0.1 * ones},
-            loss_mask=ones.bool(),
-            documents=torch.arange(2),
-        )
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])

@@ -18,7 +18,7 @@ import torch
 from dense_results import DenseResult, dense_step
 from generated_steps import (
     CASES,
-    CORRECTIONS,
+    CORRECTIONS_AND_LEVELS,
     DEALS,
     KEPT,
     SHAPES,
@@ -40,8 +40,8 @@ from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.losses.corrections import CorrectionSettings, correction_names
-from megatron_rl.losses.kl import kl_estimator_names
+from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
@@ -54,9 +54,9 @@ from megatron_rl.testing import oracle
 REGISTERED = [
     *(("LOSSES", name) for name in policy_loss_names()),
     *(("AGGREGATIONS", name) for name in loss_aggregation_names()),
-    *(("CORRECTIONS", name) for name in correction_names()),
+    *(("CORRECTIONS", name) for name in CORRECTIONS.names()),
     *(("LEVELS", str(level)) for level in CorrectionLevel),
-    *(("ESTIMATORS", name) for name in kl_estimator_names()),
+    *(("ESTIMATORS", name) for name in KL_ESTIMATORS.names()),
 ]
 
 
@@ -497,8 +497,8 @@ def test_the_steps_are_worth_their_time():
     assert {case.split for case in CASES} >= set(SPLITS[:3])
     with_sets = [case for case in CASES if case.kept != "all"]
     assert {(case.loss, case.kept) for case in with_sets} == set(itertools.product(policy_loss_names(), KEPT))
-    assert {(case.settings.correction, case.settings.level) for case in with_sets} == set(CORRECTIONS)
+    assert {(case.settings.correction, case.settings.level) for case in with_sets} == set(CORRECTIONS_AND_LEVELS)
     assert {case.settings.aggregation for case in with_sets} == set(loss_aggregation_names())
-    assert {case.settings.kl_estimator for case in with_sets if case.settings.kl_coefficient} == set(kl_estimator_names())
+    assert {case.settings.kl_estimator for case in with_sets if case.settings.kl_coefficient} == set(KL_ESTIMATORS.names())
     with_entropy = {(case.door.head, bool(case.settings.kl_coefficient)) for case in with_sets if case.settings.entropy_coefficient}
     assert with_entropy == set(itertools.product(("logits", "hidden"), (True, False))), "and an entropy, beside a KL term and alone"

@@ -10,11 +10,9 @@ from refused_calls import REFUSED, message_of, shown
 
 TABLE = Path(__file__).with_name("messages.txt")
 # The modules that refuse what a caller hands over.
-FRONT_DOORS = ("policy_loss", "ops/log_probs.py", "ops/linear_head.py", "corrections.py")
+FRONT_DOORS = ("policy_loss", "ops/log_probs.py", "ops/linear_head.py")
 # What is said, and by which test it is seen: it takes a device, a second backward, or a loss that misbehaves.
 ELSEWHERE = {
-    " as its weights: they must be ": "test_term_contract.py",
-    " as is_kept: it must be ": "test_term_contract.py",
     ", and none is real. If each rank has the logits": "test_losses_bad_input.py",
     "a second backward through a policy loss": "test_one_read.py",
     "returned a value with a gradient of its own": "test_loss_contract.py",

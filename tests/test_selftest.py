@@ -22,8 +22,8 @@ from megatron_rl.commands import selftest as command
 from megatron_rl.config import NO_CORRECTION, Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.losses.corrections import correction_names
-from megatron_rl.losses.kl import kl_estimator_names
+from megatron_rl.losses.corrections import CORRECTIONS
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.probe import factor_names
 from megatron_rl.testing import selftest
@@ -300,8 +300,8 @@ def test_every_loss_aggregation_head_and_backend_has_a_row():
     assert len(cases) == 2 * ROWS + len(per_token_cases()) + len(own_group_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
     assert len({str(case) for case in cases}) == len(cases)
     assert {case.aggregation for case in cases} == set(AGGREGATIONS) and {case.backend for case in cases} == {"torch", "triton"}
-    assert {case.config.kl_estimator for case in cases} == set(kl_estimator_names())
-    assert {case.config.importance_correction for case in cases} == {NO_CORRECTION, *correction_names()}
+    assert {case.config.kl_estimator for case in cases} == set(KL_ESTIMATORS.names())
+    assert {case.config.importance_correction for case in cases} == {NO_CORRECTION, *CORRECTIONS.names()}
 
 
 @pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)

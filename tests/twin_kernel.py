@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.declare import get_policy_loss, policy_loss_names
-from megatron_rl.losses.kl import get_kl_estimator, kl_estimator_names
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.policy_loss.twin_triton import apply_twin, load_vectors, twin_of, twin_of_kl
 
 
@@ -80,10 +80,10 @@ def launch(name: str) -> None:
 
 def launch_kl(name: str) -> None:
     vectors = [torch.empty(128, device="cuda") for _ in range(5)]
-    kl_kernel[(1,)](*vectors, 128, KL_TWIN=twin_of_kl(get_kl_estimator(name)), BLOCK=128)
+    kl_kernel[(1,)](*vectors, 128, KL_TWIN=twin_of_kl(KL_ESTIMATORS.find(name)), BLOCK=128)
 
 
 LAUNCHES = {
     **{name: functools.partial(launch, name) for name in policy_loss_names() if get_policy_loss(name).triton},
-    **{f"KL {name}": functools.partial(launch_kl, name) for name in kl_estimator_names() if get_kl_estimator(name).triton},
+    **{f"KL {name}": functools.partial(launch_kl, name) for name in KL_ESTIMATORS.names() if KL_ESTIMATORS.find(name).triton},
 }

@@ -22,7 +22,7 @@ from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, is_prop
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
-from megatron_rl.losses.kl import get_kl_estimator
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.validation import Settings
 from megatron_rl.validation.own_functions import own_function_problems
 
@@ -274,7 +274,7 @@ def _wrong_values(
     try:
         loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
         loss.resolve_parameters(config.loss_parameters)
-        get_kl_estimator(config.kl_estimator)
+        KL_ESTIMATORS.find(config.kl_estimator)
     except ConfigError as error:
         yield from error.problems
 

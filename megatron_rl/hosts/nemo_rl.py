@@ -36,7 +36,7 @@ from megatron_rl.hosts.heads.nemo_rl import FUSED_HEAD, with_our_worker
 from megatron_rl.hosts.nemo_rl_loss import NemoLoss, with_prompt_weights
 from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import end_after_check
-from megatron_rl.losses.corrections import get_correction
+from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.kl import KL_ESTIMATORS
 
 TITLE, PROBED = "NeMo-RL", "NVIDIA-NeMo/RL 7ea279abf"
@@ -68,7 +68,7 @@ OTHER_LOSSES = {
 # NeMo-RL's truncation of sampling weights -> our correction. None: weights without bounds.
 WEIGHTS, TRUNCATION = f"{LOSS_FN}use_importance_sampling_correction", f"{LOSS_FN}truncated_importance_sampling_type"
 BOUND, LOWER_BOUND = f"{LOSS_FN}truncated_importance_sampling_ratio", f"{LOSS_FN}truncated_importance_sampling_ratio_min"
-CORRECTIONS = {None: "tis", "tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
+KINDS = {None: "tis", "tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 # What NeMo-RL writes into advantages after its estimator.
 AFTER_THE_ESTIMATOR = tuple(
     f"grpo.{name}"
@@ -152,12 +152,12 @@ def our_settings(master_config: Any) -> dict[str, Given]:
 def corrections_of(at: Reader) -> dict[str, Given]:
     """Ours in the place of NeMo-RL's truncation of sampling weights, where that is on."""
     truncation = at(TRUNCATION)
-    if not at.switch(WEIGHTS) or truncation not in CORRECTIONS:
+    if not at.switch(WEIGHTS) or truncation not in KINDS:
         return {}
-    kind = CORRECTIONS[truncation]
+    kind = KINDS[truncation]
     return {
         "importance_correction": Given(f"{WEIGHTS}=true", kind),
-        "importance_correction_level": Given(TRUNCATION, get_correction(kind).levels[0]),
+        "importance_correction_level": Given(TRUNCATION, CORRECTIONS.find(kind).levels[0]),
         "importance_correction_low": Given(LOWER_BOUND, at.number(LOWER_BOUND) or 0.0),
         "importance_correction_high": Given(BOUND, LARGEST_RATIO if truncation is None else at.number(BOUND)),
     }
@@ -202,8 +202,8 @@ def problems_of(at: Reader, chosen: str, *, has_weights: bool) -> Iterator[str]:
     if weight := at.number(f"{LOSS_FN}positive_example_nll_weight", 0.0):
         why = "NeMo-RL divides this term by the tokens of a micro-batch, so its weight depends on the micro-batch size"
         yield f"{LOSS_FN}positive_example_nll_weight={weight}: {why}; remove it"
-    if at.switch(WEIGHTS) and at(TRUNCATION) not in CORRECTIONS:
-        kinds = ", ".join(filter(None, CORRECTIONS))
+    if at.switch(WEIGHTS) and at(TRUNCATION) not in KINDS:
+        kinds = ", ".join(filter(None, KINDS))
         yield f"{TRUNCATION}={at(TRUNCATION)}: our losses have {kinds}, or null for weights without bounds; set one of these"
     if not at.switch(WORKER):
         why = "other workers multiply a loss by other factors"

@@ -43,7 +43,7 @@ from megatron_rl.hosts.contract import AVERAGED, SUMMED, TIMES_CP, Contract, Sta
 from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, numbers
 from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import CHECK_VARIABLE
-from megatron_rl.losses.kl import KL_ESTIMATORS, get_kl_estimator
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.validation.own_functions import estimator_problems
 
 TITLE, PROBED, PREFIX = "verl", "verl-project/verl 1dda039b9", "megatron_rl."
@@ -141,7 +141,7 @@ def read(actor: Any, whole: Any = None) -> Launch:
     means = (TOKEN_MEAN, AGG_MODES.get(record.name, TOKEN_MEAN), SAMPLE_MEAN if terms else TOKEN_MEAN)
     problems, corrections = list[str](), list[str]()
     if at.switch("use_kl_loss") and is_added_estimator(at("kl_loss_type")):
-        problems += estimator_problems(get_kl_estimator(at("kl_loss_type")))
+        problems += estimator_problems(KL_ESTIMATORS.find(at("kl_loss_type")))
     if mean not in means:
         allowed = " or ".join(dict.fromkeys(means))
         problems.append(

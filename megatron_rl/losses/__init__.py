@@ -1,11 +1,13 @@
-"""The equations: one file a policy loss, and its Triton version beside it; KL estimators and corrections. It imports what declares
-a name, so that the registries are full."""
+"""The equations: one file a policy loss, its Triton version beside it; KL estimators and corrections. Each file is imported here,
+so that the registries are full.
+
+A Triton version takes float32 blocks and returns value, derivative, is_clipped; `register_policy_loss` says what its arguments are.
+"""
 
 from megatron_rl.losses import (  # noqa: F401
     cispo,
     corrections,
-    dppo_kl,
-    dppo_tv,
+    dppo,
     dro,
     gmpo,
     grpo,

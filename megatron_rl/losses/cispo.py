@@ -10,7 +10,6 @@ from megatron_rl.ops.ratios import bounded_exp
 
 @register_policy_loss(
     "cispo",
-    level="token",
     clip_ratios=(1.0, 0.28),  # no lower bound, as published; the upper distance is from DAPO, arXiv:2503.14476
     triton="megatron_rl.losses.cispo_triton.cispo",
 )

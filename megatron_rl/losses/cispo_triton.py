@@ -1,4 +1,4 @@
-"""The Triton twin of cispo.py: the same elementwise function inside the loss kernels."""
+"""The Triton version of cispo.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.ops.ratios_triton import bounded, bounded_exp
 
 
 @triton.jit
-def cispo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):  # value, derivative, is_clipped
+def cispo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
     ratio = bounded_exp(log_ratio)
     weight = bounded(ratio, lowest_ratio, highest_ratio)
     return -weight * advantages * log_probs, -weight * advantages, (ratio != weight) & (advantages != 0)

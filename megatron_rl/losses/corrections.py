@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LARGEST_RATIO, NO_CORRECTION, CorrectionLevel, PolicyLossConfig
-from megatron_rl.declare import Function, Registry, check_signature, get_policy_loss
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.declare import Function, Registry, check_signature, checked_result, get_policy_loss
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.ops.ratios import bounded_exp
@@ -110,11 +110,6 @@ def register_correction(
     return decorate
 
 
-def are_inside(ratios: Tensor, low: float, high: float) -> Tensor:  # [*] bool
-    """Bounds are inclusive."""
-    return (ratios >= low) & (ratios <= high)
-
-
 @register_correction(
     "tis",
     published_bounds={CorrectionLevel.TOKEN: (0.0, 2.0)},  # the default of verl, miles and slime
@@ -136,7 +131,7 @@ def mask(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     SkyRL's measurement, https://github.com/NovaSky-AI/SkyRL/pull/1665.
     Use it when rollouts are a step or more old, at level sequence_mean.
     """
-    is_kept = are_inside(ratios, low, high)
+    is_kept = (ratios >= low) & (ratios <= high)
     return CorrectionValue(is_kept.to(ratios.dtype), is_kept)
 
 
@@ -147,20 +142,15 @@ def icepop(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     Ring-1T, arXiv:2510.18855.
     Use it when a few tokens of a mixture of experts differ very much.
     """
-    is_kept = are_inside(ratios, low, high)
-    return CorrectionValue(torch.where(is_kept, ratios, 0.0), is_kept)
-
-
-def own_ratio(ratios: Tensor) -> Tensor:  # [T]
-    """w of the token, without bounds."""
-    return ratios
+    inside = mask(ratios, low, high)
+    return CorrectionValue(torch.where(inside.weights > 0, ratios, 0.0), inside.is_kept)
 
 
 @register_correction(
     "seq_mask_tis",
     levels=(CorrectionLevel.SEQUENCE_MEAN, CorrectionLevel.SEQUENCE_SUM),
     published_bounds={CorrectionLevel.SEQUENCE_MEAN: (0.999, 1.002)},  # NeMo-RL's recipe of ProRL v2.1
-    weigh_tokens=own_ratio,
+    weigh_tokens=lambda ratios: ratios,  # of the token, without bounds
 )
 def seq_mask_tis(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     """w of the token where the sample's w is inside the bounds, 0 in other samples.
@@ -215,11 +205,6 @@ class CorrectionSettings:
         return self.has_factor or self.sequence_delta is not None
 
     @property
-    def is_of_current_policy(self) -> bool:
-        """Whether the criterion reads the policy in training, so that nobody knows before the forward pass what it drops."""
-        return self.sequence_delta is not None
-
-    @property
     def needs_sums(self) -> bool:
         """Whether a criterion or a weight is made from a sum over the sample, which context-parallel ranks add up."""
         return self.sequence_delta is not None or self.is_of_sequence
@@ -233,7 +218,7 @@ class CorrectionSettings:
         """(low, high) of w. Call it where `problems` finds none."""
         low, high = 0.0, math.inf
         if self.has_factor:
-            low, high = get_correction(self.kind).published_bounds.get(self.level, (low, high))
+            low, high = CORRECTIONS.find(self.kind).published_bounds.get(self.level, (low, high))
         return (low if self.low is None else self.low, high if self.high is None else self.high)
 
     def problems(self) -> Iterator[str]:
@@ -241,7 +226,7 @@ class CorrectionSettings:
         declared = None
         if self.has_factor:
             try:
-                declared = get_correction(self.kind)
+                declared = CORRECTIONS.find(self.kind)
             except ConfigError as error:
                 yield f"importance_correction={self.kind!r}: {error}"
                 return
@@ -298,6 +283,11 @@ class CorrectionSettings:
             )
 
 
+def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
+    """Whether the configured loss or its correction compares with the policy that sampled."""
+    return CorrectionSettings.of(config).is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
+
+
 def counted_twice(kind: str, policy_loss: str, setting: str | None = None) -> str:
     """The refusal of a correction for a loss whose ratio compares with the sampler already. setting: the host's, if it is one."""
     given, remedy = setting or f"importance_correction={kind}", "turn it off" if setting else "remove --importance-correction"
@@ -309,11 +299,6 @@ def counted_twice(kind: str, policy_loss: str, setting: str | None = None) -> st
 
 def _is_ratio(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
-    """Whether the configured loss or its correction compares with the policy that sampled."""
-    return CorrectionSettings.of(config).is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,19 +351,23 @@ def correct(
     weights = ratios = torch.ones_like(old_log_probs)
     is_kept = torch.ones_like(loss_mask)
     if settings.is_of_sequence:
-        of_samples = _sample_ratios(settings, sums)
+        log_ratio = sums["old_to_rollout"]
+        if settings.level == CorrectionLevel.SEQUENCE_MEAN:
+            log_ratio = log_ratio / sums["counts"].clamp(min=1)
+        of_samples = bounded_exp(log_ratio)
         parts = (of_samples, *_bounded(settings, of_samples))
         ratios, weights, is_kept = (spread(part, documents) for part in parts)
-        kind = get_correction(settings.kind)
-        if kind.weigh_tokens is not None:
+        weigh = CORRECTIONS.find(settings.kind).weigh_tokens
+        if weigh is not None:
             of_tokens = bounded_exp(old_log_probs - rollout_log_probs)
-            weights = weights * _checked_weights(settings, kind.weigh_tokens(of_tokens), of_tokens)
+            weights = weights * _checked(settings, "its weights of tokens", weigh(of_tokens), of_tokens)
     elif settings.has_factor:
         ratios = bounded_exp(old_log_probs - rollout_log_probs)
         weights, is_kept = _bounded(settings, ratios)
     is_off_policy = torch.zeros_like(loss_mask)
     if settings.sequence_delta is not None:
-        is_off_policy = loss_mask & (advantages < 0) & spread(_has_diverged(settings.sequence_delta, sums), documents)
+        divergence = sums["rollout_to_trained"] / sums["counts"].clamp(min=1)
+        is_off_policy = loss_mask & (advantages < 0) & spread(divergence > settings.sequence_delta, documents)
     is_kept = is_kept & ~is_off_policy & loss_mask
     dtype = old_log_probs.dtype
     weights, ratios = torch.where(is_kept, weights, 0.0).to(dtype), torch.where(loss_mask, ratios, 1.0).to(dtype)
@@ -386,47 +375,12 @@ def correct(
     return Correction(weights, ratios, is_kept, is_off_policy, is_low=ratios < low, is_high=ratios > high)
 
 
-def _sample_ratios(settings: CorrectionSettings, sums: dict[str, Tensor]) -> Tensor:  # [N] float64
-    log_ratio = sums["old_to_rollout"]
-    if settings.level == CorrectionLevel.SEQUENCE_MEAN:
-        log_ratio = log_ratio / sums["counts"].clamp(min=1)
-    elif settings.level != CorrectionLevel.SEQUENCE_SUM:
-        raise ConfigError(f"importance_correction_level={settings.level!r} has no formula for a sample")
-    return bounded_exp(log_ratio)
-
-
-def _has_diverged(sequence_delta: float, sums: dict[str, Tensor]) -> Tensor:  # [N] bool
-    divergence: Tensor = sums["rollout_to_trained"] / sums["counts"].clamp(min=1)
-    return divergence > sequence_delta
-
-
 def _bounded(settings: CorrectionSettings, ratios: Tensor) -> tuple[Tensor, Tensor]:  # weights [*], is_kept [*] bool
-    """Raises DataError where the correction returns another shape or dtype."""
-    returned = get_correction(settings.kind).function(ratios, *settings.bounds)
+    returned = CORRECTIONS.find(settings.kind).function(ratios, *settings.bounds)
     result = returned if isinstance(returned, CorrectionValue) else CorrectionValue(returned)
     is_kept = torch.ones_like(ratios, dtype=torch.bool) if result.is_kept is None else result.is_kept
-    if is_kept.shape != ratios.shape or is_kept.dtype != torch.bool:
-        raise DataError(
-            f"importance correction {settings.kind!r} returned {tuple(is_kept.shape)} {is_kept.dtype} as is_kept: it must be "
-            f"{tuple(ratios.shape)} torch.bool"
-        )
-    return _checked_weights(settings, result.weights, ratios), is_kept
+    return _checked(settings, "its weights", result.weights, ratios), _checked(settings, "is_kept", is_kept, ratios.bool())
 
 
-def _checked_weights(settings: CorrectionSettings, weights: object, ratios: Tensor) -> Tensor:
-    if isinstance(weights, Tensor) and weights.shape == ratios.shape and weights.dtype == ratios.dtype:
-        return weights
-    found = f"{tuple(weights.shape)} {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
-    raise DataError(
-        f"importance correction {settings.kind!r} returned {found} as its weights: they must be {tuple(ratios.shape)} "
-        f"{ratios.dtype}"
-    )
-
-
-def get_correction(name: object) -> CorrectionKind:
-    """The declaration of that name, or of module.function. Raises ConfigError as Registry.find."""
-    return CORRECTIONS.find(name)
-
-
-def correction_names() -> tuple[str, ...]:
-    return CORRECTIONS.names()
+def _checked(settings: CorrectionSettings, name: str, value: object, like: Tensor) -> Tensor:
+    return checked_result(f"importance correction {settings.kind!r}", name, value, like)

@@ -9,7 +9,6 @@ from megatron_rl.declare import LossValue, Parameter, register_policy_loss
 
 @register_policy_loss(
     "dro",
-    level="token",
     triton="megatron_rl.losses.dro_triton.dro",
     parameters=(
         Parameter(

@@ -1,4 +1,4 @@
-"""The Triton twin of dro.py: the same elementwise function inside the loss kernels."""
+"""The Triton version of dro.py."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ import triton.language as tl  # noqa: F401  (the interpreter of Triton looks for
 
 
 @triton.jit
-def dro(
-    log_ratio,  # float32 block, as the next two
-    advantages,
-    log_probs,
-    lowest_ratio,  # not used
-    highest_ratio,  # not used
-    vectors,  # None
-    parameters,  # (log_ratio_penalty,)
-):  # value, derivative, is_clipped
-    penalty = log_ratio * parameters[0]
+def dro(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
+    (log_ratio_penalty,) = parameters
+    penalty = log_ratio * log_ratio_penalty
     return -advantages * log_probs + penalty * log_ratio / 2, -advantages + penalty, log_ratio != log_ratio

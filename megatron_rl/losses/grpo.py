@@ -23,7 +23,6 @@ CLIP_RATIO_C = Parameter(
 
 @register_policy_loss(
     "grpo",
-    level="token",
     clip_ratios=(0.2, 0.2),
     triton="megatron_rl.losses.grpo_triton.grpo",
     parameters=(CLIP_RATIO_C,),

@@ -10,19 +10,12 @@ from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND, bounded, bounded_exp
 
 
 @triton.jit
-def grpo(
-    log_ratio,  # float32 block
-    advantages,  # float32 block
-    log_probs,  # float32 block, not used
-    lowest_ratio,  # 1 - clip_ratio_low
-    highest_ratio,  # 1 + clip_ratio_high
-    vectors,  # None
-    parameters,  # (clip_ratio_c,)
-):  # value, d value / d log_ratio, is_clipped
+def grpo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
     """The bounds are inclusive. Beyond them, and beyond the bound of the log-ratio, the derivative is 0."""
+    (clip_ratio_c,) = parameters
     ratio = bounded_exp(log_ratio)
-    is_above_c = (advantages < 0) & (ratio > parameters[0])
-    capped = tl.where(is_above_c, parameters[0], ratio)
+    is_above_c = (advantages < 0) & (ratio > clip_ratio_c)
+    capped = tl.where(is_above_c, clip_ratio_c, ratio)
     unclipped = capped * advantages
     clipped = bounded(capped, lowest_ratio, highest_ratio) * advantages
     value = -tl.where(unclipped < clipped, unclipped, clipped)

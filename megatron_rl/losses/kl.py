@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.declare import Function, Registry, check_signature, check_twin_path, takes
+from megatron_rl.declare import Function, Registry, check_signature, check_twin_path, checked_result, takes
 from megatron_rl.errors import DataError
 from megatron_rl.ops.ratios import bounded_exp
 
@@ -38,7 +38,6 @@ class KLEstimator:
     function: Callable[..., Any]
     triton: str | None
     is_gradient_of_value: bool
-    exponent_bound: float | None
     takes_log_ratio: bool
 
 
@@ -50,7 +49,6 @@ def register_kl_estimator(
     *,
     triton: str | None = None,
     is_gradient_of_value: bool = True,
-    exponent_bound: float | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: registers a function as the KL estimator `name`. The package knows nothing else of it.
 
@@ -66,7 +64,6 @@ def register_kl_estimator(
         None: a loss with this term is computed in torch on the logits' device.
     is_gradient_of_value: whether it is the derivative of the value; a check at launch and a test compare them. False: on
         purpose it is not.
-    exponent_bound: the log-ratio beyond which exponents do not grow. None: there is no bound.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
     KL_ESTIMATORS.check_name(name)
@@ -76,7 +73,7 @@ def register_kl_estimator(
         takes_log_ratio = takes(function, "log_ratio")
         positional = ("log_probs", "ref_log_probs", "log_ratio")[: 2 + takes_log_ratio]
         check_signature(KL_ESTIMATORS.kind, name, function, positional)
-        record = KLEstimator(name, function, triton, is_gradient_of_value, exponent_bound, takes_log_ratio)
+        record = KLEstimator(name, function, triton, is_gradient_of_value, takes_log_ratio)
         KL_ESTIMATORS.add(name, record)
         return function
 
@@ -100,38 +97,32 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
     return KLValue(difference.square() / 2, difference)
 
 
-@register_kl_estimator("k3", triton="megatron_rl.losses.kl_triton.k3", exponent_bound=LOG_RATIO_BOUND)
+@register_kl_estimator("k3", triton="megatron_rl.losses.kl_triton.k3")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
-    """exp(-d) + d - 1, which is never below 0. NaN passes through."""
-    value, slope = k3_of_difference(ref_log_probs - log_probs)
-    return KLValue(value, -slope)
+    """exp(-d) + d - 1, which is never below 0. d is bounded to +-20; beyond, the derivative is 0. NaN passes through.
+
+    In float64: in float32 no digit of the value at 1e-4, which is 5e-9, would be right. Rounding below 0 becomes 0.
+    """
+    difference = ref_log_probs - log_probs
+    bounded = difference.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    slope = bounded.expm1()
+    value = (slope - bounded).clamp(min=0.0)
+    derivative = -torch.where(difference.abs() <= LOG_RATIO_BOUND, slope, 0.0)
+    return KLValue(value.to(difference.dtype), derivative.to(difference.dtype))
 
 
-@register_kl_estimator(
-    "k3+", triton="megatron_rl.losses.kl_triton.k3_plus", is_gradient_of_value=False, exponent_bound=LOG_RATIO_BOUND
-)
+@register_kl_estimator("k3+", triton="megatron_rl.losses.kl_triton.k3_plus", is_gradient_of_value=False)
 def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
     """The value of k3 with the gradient of k2, d. verl's name, https://github.com/volcengine/verl."""
     return KLValue(k3(log_probs, ref_log_probs).value, log_probs - ref_log_probs)
 
 
-@register_kl_estimator("unbiased", triton="megatron_rl.losses.kl_triton.unbiased", exponent_bound=LOG_RATIO_BOUND)
+@register_kl_estimator("unbiased", triton="megatron_rl.losses.kl_triton.unbiased")
 def unbiased(log_probs: Tensor, ref_log_probs: Tensor, log_ratio: Tensor) -> KLValue:
     """rho k3, differentiated through rho too: rho d. DeepSeek-V3.2, arXiv:2512.02556, equation 7."""
     difference, ratio = log_probs - ref_log_probs, bounded_exp(log_ratio)
     is_inside = (difference.abs() <= LOG_RATIO_BOUND) & (log_ratio.abs() <= LOG_RATIO_BOUND)
     return KLValue(ratio * k3(log_probs, ref_log_probs).value, torch.where(is_inside, ratio * difference, 0.0))
-
-
-def k3_of_difference(difference: Tensor) -> tuple[Tensor, Tensor]:  # [*] -> value [*] >= 0, d value / d difference [*]
-    """exp(x) - x - 1 and exp(x) - 1 of a difference x of log-probabilities, bounded to +-20; beyond, the derivative is 0.
-
-    In float64: in float32 no digit of the value at 1e-4, which is 5e-9, would be right. Rounding below 0 becomes 0.
-    """
-    bounded = difference.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    slope = bounded.expm1()
-    value = (slope - bounded).clamp(min=0.0)
-    return value.to(difference.dtype), torch.where(difference.abs() <= LOG_RATIO_BOUND, slope, 0.0).to(difference.dtype)
 
 
 def kl_estimate(
@@ -145,19 +136,13 @@ def kl_estimate(
     Autograd takes a derivative that the estimator does not give. Raises ConfigError for an estimator that is not registered, and
     DataError for a result of another shape or dtype.
     """
-    declared = get_kl_estimator(estimator) if isinstance(estimator, str) else estimator
+    declared = KL_ESTIMATORS.find(estimator) if isinstance(estimator, str) else estimator
     given = (log_probs, ref_log_probs, log_ratio)[: 2 + declared.takes_log_ratio]
     returned = declared.function(*given)
     result = returned if isinstance(returned, KLValue) else KLValue(returned)
     derivative = _derivative_of_value(declared, *given) if result.derivative is None else result.derivative
-    for name, tensor in (("value", result.value), ("derivative", derivative)):
-        if not isinstance(tensor, Tensor) or tensor.shape != log_probs.shape or tensor.dtype != log_probs.dtype:
-            found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise DataError(
-                f"KL estimator {declared.name!r} returned {found} as its {name}: it must be {tuple(log_probs.shape)} "
-                f"{log_probs.dtype}"
-            )
-    return result.value, derivative
+    whose, like = f"KL estimator {declared.name!r}", log_probs
+    return checked_result(whose, "its value", result.value, like), checked_result(whose, "its derivative", derivative, like)
 
 
 def _derivative_of_value(
@@ -181,12 +166,3 @@ def _derivative_of_value(
             )
         (derivative,) = torch.autograd.grad(value.sum(), leaf)
     return derivative.detach()
-
-
-def get_kl_estimator(name: object) -> KLEstimator:
-    """The declaration of that name, or of module.function. Raises ConfigError as Registry.find."""
-    return KL_ESTIMATORS.find(name)
-
-
-def kl_estimator_names() -> tuple[str, ...]:
-    return KL_ESTIMATORS.names()

@@ -9,7 +9,6 @@ from megatron_rl.declare import LossValue, register_policy_loss
 
 @register_policy_loss(
     "reinforce",
-    level="token",
     triton="megatron_rl.losses.reinforce_triton.reinforce",
 )
 def reinforce(

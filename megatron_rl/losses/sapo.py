@@ -11,7 +11,6 @@ from megatron_rl.ops.ratios import bounded_exp
 
 @register_policy_loss(
     "sapo",
-    level="token",
     triton="megatron_rl.losses.sapo_triton.sapo",
     parameters=(
         Parameter(

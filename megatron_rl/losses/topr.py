@@ -14,7 +14,6 @@ LARGEST_RATIO_OF_ONE_POLICY = 1 + 1e-5
 
 @register_policy_loss(
     "topr",
-    level="token",
     triton="megatron_rl.losses.reinforce_triton.topr",
 )
 def topr(

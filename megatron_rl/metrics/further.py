@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.losses.corrections import Correction
-from megatron_rl.losses.kl import k3_of_difference
+from megatron_rl.losses.kl import k3
 from megatron_rl.metrics.policy import NEUTRAL, Metric, Reduction, Weight, count, over_tokens, sample_mean, token_weights
 
 
@@ -81,7 +81,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     sample_mean("train_rollout_logprob_diff", lambda given: _shared(given, given.log_prob_difference), "num_rollout_samples"),
     sample_mean(  # k3 of KL(rollout, train) on the rollout's samples
         "train_rollout_kl",
-        lambda given: _shared(given, given.log_prob_difference, lambda d: k3_of_difference(d)[0]),
+        lambda given: _shared(given, given.log_prob_difference, lambda d: k3(torch.zeros_like(d), d).value),
         "num_rollout_samples",
     ),
     sample_mean("sampler_mass", lambda given: _shared(given, given.kept_mass), "num_sampler_mass_samples"),

@@ -99,7 +99,7 @@ def corrected(inputs: LossInputs, log_probs: Tensor, cp_group: Group) -> LossInp
 def correct_before_rows(inputs: LossInputs, dtype: torch.dtype, cp_group: Group) -> LossInputs:
     """`corrected` where it does not read the policy in training, so that the weights are known before any log-probability is."""
     assert inputs.correction is not None
-    if inputs.old_log_probs is None or inputs.correction.is_of_current_policy:
+    if inputs.old_log_probs is None or inputs.correction.sequence_delta is not None:
         return inputs
     return corrected(inputs, inputs.old_log_probs.to(dtype), cp_group)
 

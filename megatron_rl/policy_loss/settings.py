@@ -22,7 +22,7 @@ from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
-from megatron_rl.losses.kl import KLEstimator, get_kl_estimator
+from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 from megatron_rl.ops.assumed_scale import AssumedScale
 
 
@@ -202,7 +202,7 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
     estimator = None
     if coefficients["kl_coefficient"] or kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
         try:
-            estimator = get_kl_estimator(kl_estimator)
+            estimator = KL_ESTIMATORS.find(kl_estimator)
         except ConfigError as error:
             raise ConfigError(f"kl_estimator={kl_estimator!r}: {error}") from error
     if correction is not None:

@@ -24,8 +24,8 @@ from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import all_gather_objects
-from megatron_rl.losses.corrections import CorrectionSettings, correction_names, get_correction
-from megatron_rl.losses.kl import kl_estimator_names
+from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.megatron.context_groups import own_group_problems
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.ranks import initialize_ranks
@@ -83,10 +83,10 @@ DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of s
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
-    **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": estimator} for estimator in kl_estimator_names()},
+    **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": estimator} for estimator in KL_ESTIMATORS.names()},
     "entropy": {"entropy_coefficient": 0.1},
     "temperature": {"policy_temperature": 0.7},
-    **{name: _correction(name, get_correction(name).levels[0]) for name in correction_names()},
+    **{name: _correction(name, CORRECTIONS.find(name).levels[0]) for name in CORRECTIONS.names()},
     "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
