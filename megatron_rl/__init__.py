@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_rl.aggregation import register_loss_aggregation, regularizer_weights, sample_token_weights
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.count import RolloutCounts, StepCounts, StepTotals, count_step
     from megatron_rl.declare import LossValue, Parameter, register_policy_loss
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         linear_gspo_loss,
         linear_policy_loss,
     )
+    from megatron_rl.weights import register_loss_aggregation, regularizer_weights, sample_token_weights
 
 __version__ = "0.3.0"
 
@@ -66,7 +66,7 @@ __all__ = [
 ]
 # Module -> its names here. The module is imported at the first use of a name.
 _FROM = {
-    "aggregation": ("register_loss_aggregation", "regularizer_weights", "sample_token_weights"),
+    "weights": ("register_loss_aggregation", "regularizer_weights", "sample_token_weights"),
     "config": ("PolicyLossConfig",),
     "declare": ("LossValue", "Parameter", "register_policy_loss"),
     "errors": ("ConfigError", "DataError"),

@@ -23,7 +23,7 @@ Level = Literal["token", "sequence"]
 Anchor = Literal["old", "rollout"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 # What declares the built-in names: imported at the first look into a registry, so that it does not matter what was imported before.
-BUILT_IN = ("megatron_rl.losses", "megatron_rl.aggregation")
+BUILT_IN = ("megatron_rl.losses", "megatron_rl.weights")
 # The names that `needs` of a loss may hold, beside what each loss is given: vectors that the caller passes, and those that the
 # package computes.
 PASSED_INPUTS = ("rollout_log_probs", "ref_log_probs")

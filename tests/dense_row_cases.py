@@ -14,7 +14,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.layout.context_parallel import chunk_spans
@@ -28,6 +27,7 @@ from megatron_rl.testing.reference import (
     settings_of,
     with_anchors,
 )
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
 
 VOCABULARY = 50
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if not get_loss_aggregation(name).needs_rows)

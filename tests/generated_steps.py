@@ -18,12 +18,12 @@ from dense_results import SetSample, over_kept
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.testing.oracle import USUAL_BOUNDS, DenseSettings
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
 CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.aggregation import AGGREGATIONS
 from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.layout.groups import GATHER_INTO_ONE
@@ -29,6 +28,7 @@ from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.testing import oracle
 from megatron_rl.testing import ranks as rank_pools
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.weights import AGGREGATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where Triton's kernels run: compiled on a GPU, else interpreted (conftest.py).

@@ -1,7 +1,7 @@
 """Changes one line of the package at a time and asks the tests whether they see it: a list, and the driver that runs it.
 
     python tests/mutants.py                                     # the whole list, on two processes
-    python tests/mutants.py losses/ aggregation.py              # the mutants of these paths
+    python tests/mutants.py losses/ weights.py                  # the mutants of these paths
     python tests/mutants.py --propose 12 --seed 3 losses/       # twelve more for the list, drawn with this seed
     python tests/mutants.py --killed-by tests/test_stopping.py  # those that this file has killed, judged by the others
 
@@ -46,9 +46,9 @@ SECONDS_OF_A_MUTANT = 900
 JUDGES = {
     "": "loss_contract generated_steps",
     "train/accumulation.py": "accumulation",
-    "aggregation.py": "aggregation rank_agreement own_aggregation generated_steps",
+    "weights.py": "aggregation own_aggregation rollout_counts declare generated_steps",
     "count.py": "aggregation rollout_counts rank_agreement synchronisation",
-    "aggregation_record.py": "aggregation own_aggregation explain_table",
+    "validation/weight_words.py": "own_aggregation explain_table explain",
     "metrics/policy.py": "metrics generated_steps",
     "metrics/further.py": "metrics rollout_metrics generated_steps",
     "metrics/step.py": "metrics generated_steps synchronisation",

@@ -27,10 +27,10 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
+from megatron_rl.weights import get_loss_aggregation
 
 PACKINGS = ("rows", "a call a sequence", "one call")
 AFTER_THE_ESTIMATOR = [name.removeprefix("grpo.") for name in nemo_rl.AFTER_THE_ESTIMATOR]

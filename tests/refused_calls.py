@@ -14,7 +14,6 @@ import validation_cases
 from helpers import CLIP, names_forgotten
 from torch import Tensor
 
-from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_cu_seqlens, padded_length
@@ -23,6 +22,7 @@ from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.policy_loss import api, grpo_loss, importance_correction, linear_gspo_loss, policy_loss
+from megatron_rl.weights import sample_token_weights
 
 ONES, TOO_LONG = torch.ones(5), torch.full((5,), 1e300, dtype=torch.float64)
 COMPLEX, INT64, DOUBLE = torch.ones(5, dtype=torch.complex64), torch.int64, torch.float64

@@ -28,7 +28,6 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
@@ -36,6 +35,7 @@ from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
+from megatron_rl.weights import get_loss_aggregation
 
 PAD_FACTOR = 16  # of a packed sequence, in ROLL
 

@@ -28,11 +28,11 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.hosts import skyrl, skyrl_driver
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
+from megatron_rl.weights import get_loss_aggregation
 
 EMULATED_SKYRL = """
 import sys

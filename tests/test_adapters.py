@@ -19,8 +19,6 @@ from adapter_cases import ADAPTERS, CORRECTIONS, Adapter
 from dense_row_cases import LOSSES, largest_error
 from helpers import pool_of
 
-from megatron_rl.aggregation import get_loss_aggregation
-from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
@@ -29,6 +27,7 @@ from megatron_rl.hosts import contract as contract_module
 from megatron_rl.hosts.contract import Contract
 from megatron_rl.hosts.dense_rows import Rollouts, loss_of_rows, step_line
 from megatron_rl.testing.reference import CLIPS
+from megatron_rl.weights import Formula, get_loss_aggregation
 
 pool = pool_of(4)
 

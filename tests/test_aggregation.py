@@ -14,10 +14,10 @@ from helpers import S_PROMPTS, error_of, s_masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.aggregation import loss_aggregation_names, regularizer_weights, sample_token_weights
 from megatron_rl.count import StepTotals, count_step, prompt_digest
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.testing.ranks import run_ranks
+from megatron_rl.weights import loss_aggregation_names, regularizer_weights, sample_token_weights
 
 # Step S: per-token losses (1, 2, 3, -). N = 4, P = 2, T = 7, M_a = 6, M_b = 1.
 S_LOSSES = [1, 2, 3, 0]
@@ -115,7 +115,7 @@ REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
         for divisor in (0, -1, math.nan, math.inf, True, "8k")
     ],
     *[
-        (ConfigError, f"divisor=8 with loss aggregation {mode}, whose weight is .*: it has no divisor", mode, {"divisor": 8})
+        (ConfigError, f"divisor=8 with loss aggregation {mode}, which has no divisor: remove it", mode, {"divisor": 8})
         for mode in ("sample_mean", "prompt_mean", "token_mean", "row_mean")
     ],
     (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant, row_mean", "mean", {}),
@@ -123,8 +123,13 @@ REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
     (DataError, "token_counts is tuple", "token_mean", {"counts": (2, 4)}),
     (DataError, r"prompt_token_counts \(2,\) must have one entry a sample", "prompt_mean", {"prompt_counts": S_PROMPT_COUNTS[:2]}),
     (DataError, "constant gives a weight that is negative or not finite in float32", "constant", {"divisor": 1e-40}),
-    (DataError, r"\[20, 40, 1, 1\] hold more tokens than the whole step", "prompt_mean", {"prompt_counts": [20, 40, 1, 1]}),
-    (DataError, "below token_counts .*pass those of the same count_step", "prompt_mean", {"prompt_counts": [6, 3, 1, 1]}),
+    (DataError, r"\[20, 40, 1, 1\] are more than the 7 tokens of the step", "prompt_mean", {"prompt_counts": [20, 40, 1, 1]}),
+    (
+        DataError,
+        "are below .*, what the sample itself adds: pass",
+        "prompt_mean",
+        {"prompt_counts": [6, 3, 1, 1]},
+    ),
     *[
         (DataError, f"prompt_token_counts {WHOLE_NUMBERS}", "prompt_mean", {"prompt_counts": counts})
         for counts in ([math.nan, 6, 1, 1], [6.5, 6, 1, 1], [6, 6, 1, -1])

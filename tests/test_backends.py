@@ -117,9 +117,7 @@ except ConfigError as error:
 else:
     raise SystemExit('it ran')
 """
-HUB = (
-    "from megatron_rl.aggregation import get_loss_aggregation; from megatron_rl.declare import get_policy_loss, policy_loss_names; "
-)
+HUB = "from megatron_rl.weights import get_loss_aggregation; from megatron_rl.declare import get_policy_loss, policy_loss_names; "
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.declare import LossValue, Parameter, get_policy_loss, import_dotted, policy_loss_names, register_policy_loss
@@ -33,6 +32,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing import oracle
 from megatron_rl.validation.advice import clip_of_a_mean_clips, numbers_in_words
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
 
 # The default clips of published numbers; another loss need not be here.
 CLIPS = {
@@ -113,7 +113,7 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
     """Registering twice under two names would be two losses with two default clips."""
     entry = get_policy_loss("megatron_rl.losses.gspo.gspo")
     assert entry is get_policy_loss("gspo")
-    assert get_loss_aggregation("megatron_rl.aggregation.token_mean") is get_loss_aggregation("token_mean")
+    assert get_loss_aggregation("megatron_rl.weights.token_mean") is get_loss_aggregation("token_mean")
 
 
 def add_loss(*arguments, function=values, **options):
@@ -164,7 +164,7 @@ REFUSED = [  # (message, call)
     ("must be a non-empty string", add_loss("")),
     ("must be a non-empty string", lambda: register_loss_aggregation(3)(root_mean)),
     ("already registered by megatron_rl.losses.grpo", add_loss("grpo")),
-    ("already registered by megatron_rl.aggregation", lambda: register_loss_aggregation("constant")(root_mean)),
+    ("already registered by megatron_rl.weights", lambda: register_loss_aggregation("constant")(root_mean)),
     (
         r"policy loss 'x' must accept \(log_ratio, advantages, \*, clip_ratio_low, clip_ratio_high\)",
         add_loss("x", clip_ratios=(0.2, 0.2)),

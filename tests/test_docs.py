@@ -28,13 +28,13 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.declare import policy_loss_names
 from megatron_rl.hosts import roll, skyrl
 from megatron_rl.hosts.choice import CORRECTION_SETTINGS
 from megatron_rl.hosts.heads import nemo_rl as nemo_rl_head
 from megatron_rl.hosts.megatron_lm import FILTERS_OFF, MODE
 from megatron_rl.validation import flag_of
+from megatron_rl.weights import loss_aggregation_names
 
 PAGES = markdown_pages.pages()
 # The changelog names flags and files that went.

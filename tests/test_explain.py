@@ -15,8 +15,9 @@ from forked import forget, forked
 from test_aggregation import GOLDEN
 
 from megatron_rl.__main__ import main
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.validation.weight_words import shift_of_weights
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 
 RAGGED = ["--response-lengths", "64,512,4096,64", "--prompt-ids", "a,a,b,b"]
 
@@ -31,11 +32,7 @@ def every_aggregation(request) -> tuple[str, ...]:
     """The names of the registry; the second time with another one. row_mean is sample_mean where each sample is a rollout, and is
     not shown then."""
     if request.param == "with a fifth":
-
-        @register_loss_aggregation("of_squares", formula="m_i / N^2")
-        def of_squares(token_counts, totals, *, prompt_token_counts, divisor):
-            return token_counts / totals.num_samples**2
-
+        register_loss_aggregation("of_squares", formula="m_i / N^2")
     return tuple(name for name in loss_aggregation_names() if name != "row_mean")
 
 
@@ -100,7 +97,7 @@ def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
     lengths = ["--response-lengths", "3,5,8"]
     found = explain_json(*lengths, "--loss-aggregation-divisor", "8192")
     config = PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8192.0)
-    announced = get_loss_aggregation(config.loss_aggregation).shift_of_weights(config.loss_aggregation_divisor)
+    announced = shift_of_weights(get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor)
     mean, divisor = 16 / 3, float(re.match(r"x m/([\d.]+) ", announced)[1])
     constant = found["aggregations"]["constant"]
     assert constant["gradient_scale"] == pytest.approx(mean / divisor, **CLOSE)
@@ -181,10 +178,7 @@ def test_an_aggregation_of_ones_own_stands_beside_the_built_in_ones(tmp_path, mo
     source = """
         from megatron_rl import register_loss_aggregation
         for name in ("beside", "another"):
-            @register_loss_aggregation(name, formula="1 / (N m_i^0.5)")
-            def function(token_counts, totals, *, prompt_token_counts, divisor):
-                return 1 / (totals.num_samples * token_counts.sqrt())
-            globals()[name] = function
+            globals()[name] = register_loss_aggregation(name, formula="1 / (N m_i^0.5)")
     """
     (tmp_path / "own_weights.py").write_text(textwrap.dedent(source))
     monkeypatch.syspath_prepend(str(tmp_path))

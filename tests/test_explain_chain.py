@@ -7,10 +7,9 @@ import math
 import pytest
 from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, stages
 
-from megatron_rl.aggregation import get_loss_aggregation
-from megatron_rl.aggregation_record import Formula
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
+from megatron_rl.weights import Formula, get_loss_aggregation
 
 OUR_LOSS = ["--policy-loss", "grpo"]
 

@@ -11,7 +11,6 @@ import torch
 from explain_cases import LAYOUT, STEP, explain, explain_json
 from host_emulator import EmulatedHost
 
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.hosts.args import TOTALS_OF_HOST, HostLaunch, host_named
@@ -19,6 +18,7 @@ from megatron_rl.hosts.loss import sample_weights
 from megatron_rl.hosts.rewards import HostRollouts, reward_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
 
 # As LAYOUT says: cp 2, dp 2, 3 micro-batches. Nothing is launched over these groups.
 OF_TWO, OF_FOUR = (SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4))
@@ -38,9 +38,7 @@ CLOSE = {"rel": 1e-6, "abs": 0.0}
 
 @pytest.fixture(autouse=True)
 def a_fifth():
-    @register_loss_aggregation(OWN, formula="1 / (N m_i^0.5)")
-    def root(token_counts, totals, *, prompt_token_counts, divisor):
-        return 1 / (totals.num_samples * token_counts.sqrt())
+    register_loss_aggregation(OWN, formula="1 / (N m_i^0.5)")
 
 
 def sums(counts: list[int], names: list) -> torch.Tensor:
@@ -82,7 +80,8 @@ def reduced(host, route, has_hook, per_token, config, counts, of_rollout) -> tor
     tokens = torch.tensor(counts)
     if route == "reducer":
         name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
-        return weigh_tokens("sample_mean" if has_hook else name, tokens, TOTALS_OF_HOST, divisor=None if has_hook else divisor)
+        name, divisor = ("sample_mean", None) if has_hook else (name, divisor)
+        return sample_token_weights(name, tokens, TOTALS_OF_HOST, divisor=divisor, are_of_step=False)
     hook = "megatron_rl.hooks.reward_post_process" if has_hook else None
     launch = launch_of(config, calculate_per_token_loss=per_token, custom_reward_post_process_path=hook)
     # A masked sample is refused under the per-token contract; the table then shows what its tokens would get.

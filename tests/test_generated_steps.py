@@ -33,7 +33,6 @@ from loss_backends import HAS_TRITON
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import Tensor
 
-from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
@@ -50,6 +49,7 @@ from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.testing import oracle
+from megatron_rl.weights import loss_aggregation_names
 
 REGISTERED = [
     *(("LOSSES", name) for name in policy_loss_names()),

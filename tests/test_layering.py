@@ -22,9 +22,9 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 # megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
 FLOORS = (
     ("errors", "config"),
-    ("files", "layout", "declare", "aggregation_record", "rollout_groups"),
+    ("files", "layout", "declare", "rollout_groups"),
     ("ops", "count"),
-    ("aggregation", "losses"),
+    ("weights", "losses"),
     ("metrics",),
     ("policy_loss",),
     ("validation", "__init__"),
@@ -87,7 +87,6 @@ FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
     *(f"files/{name}.py" for name in ("bounds", "json_values")),
-    "aggregation_record.py",
     "rollout_groups.py",
 )
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
@@ -334,7 +333,7 @@ def test_every_import_of_the_package_finds_its_name(package_trees, benchmark_tre
         pytest.param("config.py", "def f():\n    import megatron_rl.ops", "ops does not stand below", id="in a function"),
         pytest.param(
             "losses/grpo.py",
-            "if TYPE_CHECKING:\n    import megatron_rl.aggregation",
+            "if TYPE_CHECKING:\n    import megatron_rl.weights",
             "not stand below",
             id="across, for types",
         ),

@@ -16,10 +16,10 @@ from launches import counted_launches, watched_launches
 from linear_cases import head_batch, run
 
 import megatron_rl
-from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import count_step
 from megatron_rl.policy_loss import linear_grpo_loss, policy_loss
+from megatron_rl.weights import sample_token_weights
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel

@@ -15,12 +15,10 @@ from host_cases import HostCase, dense_step, normalised_rewards, sample_loss
 from host_ranks import run_cases
 from nemo_rl_cases import master_config
 
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
-from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.count import StepTotals
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.args import read_launch
 from megatron_rl.hosts.checks import check_launch
@@ -28,6 +26,15 @@ from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.validation import Settings as ValidatedSettings
 from megatron_rl.validation import find_problems
+from megatron_rl.validation.weight_words import samples_of_mean_1
+from megatron_rl.weights import (
+    AGGREGATIONS,
+    Formula,
+    get_loss_aggregation,
+    loss_aggregation_names,
+    register_loss_aggregation,
+    sample_token_weights,
+)
 
 MODULE = "my_aggregations"
 SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"{MODULE}.{name}" for name in ("sums_of_this_test", "of_groups", "square_root", "odd"))
@@ -44,19 +51,13 @@ def user_file(tmp_path_factory):
             import torch
             from megatron_rl import register_loss_aggregation
 
-            @register_loss_aggregation("sums_of_this_test", formula="1 / N", source="token sums, averaged over samples")
-            def sums_of_this_test(token_counts, totals, *, prompt_token_counts, divisor):
-                return torch.full_like(token_counts, 1 / totals.num_samples)
+            sums_of_this_test = register_loss_aggregation(
+                "sums_of_this_test", formula="1 / N", source="token sums, averaged over samples"
+            )
+            of_groups = register_loss_aggregation("of_groups", formula="m_i / (N M_g)")
+            square_root = register_loss_aggregation("square_root", formula="1 / (N m_i^0.5)")
 
-            @register_loss_aggregation("of_groups", formula="m_i / (N M_g)", needs=("num_samples", "prompt_token_counts"))
-            def of_groups(token_counts, totals, *, prompt_token_counts, divisor):
-                return token_counts / (totals.num_samples * prompt_token_counts)
-
-            @register_loss_aggregation("square_root", formula="1 / (N m_i^0.5)")
-            def square_root(token_counts, totals, *, prompt_token_counts, divisor):
-                return 1 / (totals.num_samples * token_counts.sqrt())
-
-            @register_loss_aggregation("of_the_call", formula="1 / N")
+            @register_loss_aggregation("of_the_call", needs=("num_samples",))
             def of_the_call(token_counts, totals, *, prompt_token_counts, divisor):
                 return torch.full_like(token_counts, 1 / len(token_counts))
 
@@ -203,10 +204,7 @@ def test_a_host_that_gives_too_little_refuses_it_by_name():
     ("formula", "missing"), [("1 / (N T)", "num_tokens"), ("1 / N^2", "num_samples"), ("1 / m_i", "num_samples")]
 )
 def test_what_is_missing_in_a_host_is_named(formula, missing):
-    @register_loss_aggregation("of_the_step", formula=formula)
-    def of_the_step(token_counts, totals, *, prompt_token_counts, divisor):
-        raise AssertionError("a rule weighs nothing")
-
+    register_loss_aggregation("of_the_step", formula=formula)
     with pytest.raises(ConfigError, match=f"--loss-aggregation of_the_step needs {missing}"):
         check_launch(Namespace(loss_aggregation="of_the_step", **REDUCER))
 
@@ -217,7 +215,10 @@ def test_which_weights_depend_on_the_tokens_of_other_samples():
 
 
 def test_over_which_samples_a_strength_has_the_mean_1():
-    found = {name: get_loss_aggregation(name).mean_of for name in ("sample_mean", "prompt_mean", "token_mean", "constant", ODD)}
+    found = {
+        name: samples_of_mean_1(get_loss_aggregation(name))
+        for name in ("sample_mean", "prompt_mean", "token_mean", "constant", ODD)
+    }
     means = {"prompt_mean": "its prompt's samples", "token_mean": "the step's samples"}
     assert found == {name: means.get(name) for name in found}
 
@@ -314,13 +315,9 @@ WRONG = [
     pytest.param({"formula": ""}, "formula='' is empty", id="empty"),
     pytest.param({"source": None}, "source=None must be text", id="source"),
     pytest.param({"needs": "num_tokens"}, r"needs='num_tokens' must be a tuple of names", id="needs is text"),
-    pytest.param({"needs": ("num_documents",)}, "needs 'num_documents', which is not a count", id="needs"),
-    pytest.param(
-        {"formula": "1 / (P M_g)", "needs": ("prompt_token_counts",)},
-        r"needs=\('prompt_token_counts',\) and formula='1 / \(P M_g\)', which needs \('num_prompts', 'prompt_token_counts'\)",
-        id="needs against the formula",
-    ),
-    pytest.param({"formula": "1 / (L N)", "takes_divisor": False}, "takes_divisor=False and formula='1 / .L N.'", id="divisor"),
+    pytest.param({"needs": ("num_documents",)}, r"needs=\('num_documents',\) must be a tuple of names, of num_samples", id="needs"),
+    pytest.param({"formula": "1 / N", "needs": ("num_samples",)}, "formula='1 / N' says what it needs: remove", id="both"),
+    pytest.param({"formula": "1 / (L N)", "takes_divisor": True}, "formula=.* says what it needs", id="divisor"),
     pytest.param({"takes_divisor": 1}, "takes_divisor=1 must be True or False", id="no switch"),
 ]  # fmt: skip
 
@@ -331,14 +328,15 @@ def test_a_wrong_record_is_refused_at_registration(fields, message):
         register_loss_aggregation("mine", **fields)
 
 
-def test_a_formula_that_the_function_does_not_compute_is_an_error():
-    @register_loss_aggregation("liar", formula="1 / N")
-    def liar(token_counts, totals, *, prompt_token_counts, divisor):
-        return 1 / (totals.num_samples * token_counts)
-
-    message = "liar returned 0.125 for sample 1, of 4 unmasked tokens, and its formula 1/N gives 0.5; 1 of 2 samples differ"
-    with pytest.raises(DataError, match=message):
-        sample_token_weights("liar", torch.tensor([1, 4]), StepTotals(2, None, 5))
+def test_a_cell_that_is_run_again_declares_its_formula_anew():
+    """Catches a declaration that is ours by the module of its function: nobody could take the name of another module's."""
+    for formula in ("1 / N", "1 / (N m_i)"):
+        cell = {"__name__": "__main__", "register": register_loss_aggregation}
+        exec(f"mine = register('mine', formula={formula!r})", cell)
+        assert str(get_loss_aggregation("mine").formula) == formula.replace(" / ", "/")
+    assert AGGREGATIONS.is_built_in("token_mean") and not AGGREGATIONS.is_built_in("mine")
+    with pytest.raises(ConfigError, match="'mine' is already registered by __main__"):
+        register_loss_aggregation("mine", formula="1 / N")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/aggregation.md"])
@@ -379,5 +377,5 @@ def test_a_name_of_two_halves_may_have_dots_in_each():
 
 
 def test_one_whose_weights_change_with_the_micro_batch_is_refused_in_a_trainers_config():
-    with pytest.raises(ConfigError, match="of_the_call returned .* its formula 1/N gives"):
+    with pytest.raises(ConfigError, match="of_the_call depends at one sample on the others"):
         nemo_rl.read(master_config({"megatron_rl": f"grpo.{MODULE}.of_the_call", "reference_policy_kl_penalty": 0}))

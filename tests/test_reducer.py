@@ -225,7 +225,7 @@ def test_a_launch_of_a_wrong_scale_never_gets_a_reducer(settings, per_token, say
 
 PACKAGE = os.path.dirname(megatron_rl.__file__) + os.sep
 # Of the package, from the call of the factory to the sum and its gradient, once the launch is judged.
-MOST_FILES = {"one rank": 9, "cp 2, guarded": 10}
+MOST_FILES = {"one rank": 7, "cp 2, guarded": 8}
 
 
 def files_of_a_call(rank: int, cp_size: int, is_guarded: bool) -> set[str]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from verl_cases import ActorConfig
 
 from megatron_rl import KLValue, register_correction, register_kl_estimator
-from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl, skyrl, verl
@@ -30,6 +29,7 @@ from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.validation import Settings, find_problems
 from megatron_rl.validation.own_functions import estimator_problems
+from megatron_rl.weights import loss_aggregation_names
 
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 BOTH = pytest.mark.parametrize("registry", [KL_ESTIMATORS, CORRECTIONS], ids=lambda registry: registry.kind)

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run
 
-from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing import oracle
 from megatron_rl.testing.reference import DIVISOR, dense_samples
@@ -32,6 +31,7 @@ from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample
 from megatron_rl.train.stopping import StopRule
 from megatron_rl.train.writers import MetricsWriter
+from megatron_rl.weights import loss_aggregation_names
 
 pytestmark = pytest.mark.megatron
 imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # fixtures of each test here too

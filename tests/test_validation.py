@@ -7,11 +7,11 @@ from inspect import isgeneratorfunction, signature
 import pytest
 from validation_cases import ALLOWED, NOT_WARNED, REFUSED, WARNED, judge, launch, warnings_at
 
-from megatron_rl.aggregation import AGGREGATIONS
 from megatron_rl.declare import POLICY_LOSSES
 from megatron_rl.train import option_rules
 from megatron_rl.validation import find_problems, flag_of, rules
 from megatron_rl.validation.checks import problems_of
+from megatron_rl.weights import AGGREGATIONS
 
 REFUSED_ROWS = [(rule_name, row) for rule_name, rows in REFUSED.items() for row in rows]
 ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row in rows]

@@ -10,10 +10,10 @@ from dataclasses import fields
 import torch
 from helpers import names_forgotten
 
-from megatron_rl.aggregation import loss_aggregation_names
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.validation import Settings, config_warnings
 from megatron_rl.validation.rules import RULES
+from megatron_rl.weights import loss_aggregation_names
 
 PAGE_HEAD = """# What is refused before the first step
 

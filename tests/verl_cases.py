@@ -26,12 +26,12 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.hosts import verl, verl_loss, verl_step
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
+from megatron_rl.weights import get_loss_aggregation
 
 ENGINES = ("megatron", "megatron per token", "fsdp")
 # What each engine's ppo_loss hands over beside the rows.

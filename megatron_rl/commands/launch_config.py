@@ -8,13 +8,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from megatron_rl.aggregation import get_loss_aggregation
-from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.declare import clip_of
 from megatron_rl.hosts.args import CUSTOM_LOSS_LINE, GUARD_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.validation import config_warnings
+from megatron_rl.weights import TOKEN_MEAN, get_loss_aggregation
 
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}

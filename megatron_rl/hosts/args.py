@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation
-from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.count import StepTotals
@@ -30,6 +28,7 @@ from megatron_rl.hosts.flags import clip_of_loss, validated, with_host_values
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.layout.groups import Group
 from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of
+from megatron_rl.weights import AggregationRecord, get_loss_aggregation
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 
-from megatron_rl.aggregation import get_loss_aggregation
-from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import read_number, read_switch
 from megatron_rl.config import NO_CORRECTION, Route, SupportUse, flag_fields
 from megatron_rl.declare import declared_parameters, get_policy_loss, policy_loss_names
@@ -41,6 +39,7 @@ from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_read
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import number
 from megatron_rl.validation.model_settings import DROPOUTS
+from megatron_rl.weights import TOKEN_MEAN, get_loss_aggregation
 
 Check = Callable[[HostLaunch], Iterator[str]]
 

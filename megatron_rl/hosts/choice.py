@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
-from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import read_number
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, flag_fields
 from megatron_rl.count import StepTotals
@@ -25,6 +23,7 @@ from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.validation import Settings
 from megatron_rl.validation.own_functions import own_function_problems
+from megatron_rl.weights import AggregationRecord, get_loss_aggregation, loss_aggregation_names
 
 ABSENT = object()  # a name that is not set, where None is a value that somebody has set
 # Our settings of the correction for the sampler, by the names of PolicyLossConfig.

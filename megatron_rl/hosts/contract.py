@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from megatron_rl.aggregation_record import Formula
 from megatron_rl.errors import ConfigError, place_of
+from megatron_rl.weights import Formula
 
 Stage = tuple[str, Formula, str]  # name, factor, what it does
 # What multiplies a token's weight after the loss function has returned, in Megatron-Core 0.13 to 0.20.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import RolloutCounts, StepTotals
 from megatron_rl.declare import PolicyLoss, get_policy_loss
@@ -25,6 +24,8 @@ from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.validation.advice import numbers_in_words
+from megatron_rl.validation.weight_words import shift_in_words, weight_in_words
+from megatron_rl.weights import get_loss_aggregation, sample_token_weights
 
 # Our setting that says that each rollout is one row.
 ONE_SAMPLE = "one_sample_per_rollout"
@@ -116,7 +117,7 @@ def loss_of_rows(
     else:
         of_weights = token_counts if counted is None else counted.sum(-1)
         divisor = config.loss_aggregation_divisor
-        weights = weigh_tokens(
+        weights = sample_token_weights(
             aggregation,
             of_weights,
             totals,
@@ -124,6 +125,7 @@ def loss_of_rows(
             divisor=divisor,
             rollout_token_counts=None if rollouts is None else rollouts.tokens,
             rows_of_rollout=None if rollouts is None else rollouts.rows,
+            are_of_step=False,
         )
     output = loss_of_log_probs(
         config.policy_loss,
@@ -212,9 +214,9 @@ def step_line(
         parts.append(f"step of {totals.num_samples} samples" + f" of {totals.num_rollouts} rollouts" * has_several)
     parts += [
         f"on {ranks_in_words(num_data=num_data)}",
-        f"weight of a token {record.weight_in_words(known, of_rollouts=has_several)}" + ", in the advantages" * in_advantages,
+        f"weight of a token {weight_in_words(record, known, of_rollouts=has_several)}" + ", in the advantages" * in_advantages,
         f"a rollout is the rows of one {rollouts.ids}" if has_several else "a row is a whole rollout",
-        f"weights {record.shift_in_words(divisor, of_token_mean)}",
+        f"weights {shift_in_words(record, divisor, of_token_mean)}",
         regularizers,
     ]
     return " | ".join(parts)
@@ -245,7 +247,7 @@ def carry_prompt_weights(
     num_samples, num_prompts = len(token_counts), max(group[token_counts > 0].unique().numel(), 1)
     of_group = torch.zeros(num_samples, dtype=token_counts.dtype, device=token_counts.device).index_add(0, group, token_counts)
     totals = StepTotals(num_samples=num_samples, num_prompts=num_prompts, num_tokens=int(token_counts.sum()))
-    weights = weigh_tokens("prompt_mean", token_counts, totals, prompt_token_counts=of_group[group])
+    weights = sample_token_weights("prompt_mean", token_counts, totals, prompt_token_counts=of_group[group])
     factors = weights * token_counts * num_samples  # (1 / (P M_g)) / (1 / (N m_i))
     return _mark(torch.where(mask.bool(), advantages.float() * factors[:, None], 0.0), token_counts, num_samples)
 

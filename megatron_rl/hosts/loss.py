@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Backend, PolicyMetrics, Route, SupportUse
 from megatron_rl.declare import clip_of, get_policy_loss
 from megatron_rl.errors import DataError
@@ -39,6 +38,7 @@ from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy
 from megatron_rl.policy_loss.inputs import given, mean_of_documents
 from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.policy_loss.settings import LossKeywords
+from megatron_rl.weights import sample_token_weights
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
@@ -203,13 +203,13 @@ def sample_weights(
     """
     if launch.is_per_token:
         check_no_phantom_tokens(token_counts)
-        weights = weigh_tokens("token_mean", token_counts, TOTALS_OF_HOST)
+        weights = sample_token_weights("token_mean", token_counts, TOTALS_OF_HOST, are_of_step=False)
         return weights, weights
-    mean_weights = weigh_tokens("sample_mean", rollout_token_counts, TOTALS_OF_HOST)
+    mean_weights = sample_token_weights("sample_mean", rollout_token_counts, TOTALS_OF_HOST, are_of_step=False)
     if launch.has_reward_hook or launch.config.loss_aggregation == "sample_mean":
         return mean_weights, mean_weights
     name, divisor = launch.config.loss_aggregation, launch.config.loss_aggregation_divisor
-    weights = weigh_tokens(name, rollout_token_counts, TOTALS_OF_HOST, divisor=divisor)
+    weights = sample_token_weights(name, rollout_token_counts, TOTALS_OF_HOST, divisor=divisor, are_of_step=False)
     return torch.where(token_counts > 0, weights, 0.0), mean_weights
 
 

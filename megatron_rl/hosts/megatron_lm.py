@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.aggregation import AGGREGATIONS, get_loss_aggregation
 from megatron_rl.arguments import read_number, read_switch, validate_megatron_rl_args
 from megatron_rl.config import LARGEST_RATIO, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, name_of
@@ -28,6 +27,8 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.checks import check_model
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation.weight_words import weight_in_words
+from megatron_rl.weights import AGGREGATIONS, get_loss_aggregation
 
 TITLE = "Megatron-LM"
 CORRECTION_FLAG = "--rl-inference-logprobs-is-correction"
@@ -173,7 +174,7 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
 
 def trained_in_words(config: PolicyLossConfig) -> str:
     """N, P and T are counted anew for each step; its metrics hold them."""
-    weight = get_loss_aggregation(config.loss_aggregation).weight_in_words({"L": config.loss_aggregation_divisor})
+    weight = weight_in_words(get_loss_aggregation(config.loss_aggregation), {"L": config.loss_aggregation_divisor})
     return f"policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation} | weight of a token {weight}"
 
 

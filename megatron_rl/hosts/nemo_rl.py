@@ -25,7 +25,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import LARGEST_RATIO
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError
@@ -38,6 +37,7 @@ from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import end_after_check
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.weights import AggregationRecord, Formula
 
 TITLE, PROBED = "NeMo-RL", "NVIDIA-NeMo/RL 7ea279abf"
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = False, "its Megatron worker always sets it"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import regularizer_weights
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import DataError
@@ -24,6 +23,7 @@ from megatron_rl.hosts.dense_rows import (
 )
 from megatron_rl.hosts.run import Run
 from megatron_rl.losses.corrections import needs_rollout_log_probs
+from megatron_rl.weights import regularizer_weights
 
 # Our metric of the tokens that NeMo-RL's trainer leaves out of its distribution.
 UNSCORED = "unscored_token_fraction"

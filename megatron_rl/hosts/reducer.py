@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import REWARD_LINE, TOTALS_OF_HOST
@@ -24,6 +23,7 @@ from megatron_rl.hosts.checks import bshd_problem, check_launch
 from megatron_rl.hosts.host_run import RUNS, current_args
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import resolve_group
+from megatron_rl.weights import sample_token_weights
 
 
 def get_pg_loss_reducer(
@@ -68,7 +68,7 @@ def get_pg_loss_reducer(
     if is_per_token:
         check_no_phantom_tokens(token_counts)
     # What is left of each token's weight when the host has divided by N or by T.
-    weights = weigh_tokens(plan.aggregation, token_counts, TOTALS_OF_HOST, divisor=plan.divisor)
+    weights = sample_token_weights(plan.aggregation, token_counts, TOTALS_OF_HOST, divisor=plan.divisor, are_of_step=False)
     if cp_size > 1:
         masks = [
             slice_response(mask, total, cp_rank, cp_size) if mask.shape[0] else mask

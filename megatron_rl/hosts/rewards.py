@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import REWARD_LINE, Host, HostLaunch, names_ours, read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.weights import get_loss_aggregation, sample_token_weights
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.
 DEVIATION_FLOOR = 1e-6
@@ -153,12 +153,18 @@ class HostCounts:
         return int((self.tokens == 0).sum())
 
     def token_weights(self, config: PolicyLossConfig) -> Tensor:  # [S] float64, of each unmasked token of the sample
-        name, tokens, totals, counts = config.loss_aggregation, self.rollout_tokens, self.totals, {}
-        if get_loss_aggregation(name).needs_rows:
-            tokens, totals = self.tokens, self.totals_of_samples
-            counts = {"rollout_token_counts": self.rollout_tokens, "rows_of_rollout": self.rollout_rows}
-        divisor = config.loss_aggregation_divisor
-        weights = weigh_tokens(name, tokens, totals, prompt_token_counts=self.prompt_tokens, divisor=divisor, **counts)
+        name = config.loss_aggregation
+        needs_rows = get_loss_aggregation(name).needs_rows
+        weights = sample_token_weights(
+            name,
+            self.tokens if needs_rows else self.rollout_tokens,
+            self.totals_of_samples if needs_rows else self.totals,
+            prompt_token_counts=self.prompt_tokens,
+            divisor=config.loss_aggregation_divisor,
+            rollout_token_counts=self.rollout_tokens if needs_rows else None,
+            rows_of_rollout=self.rollout_rows if needs_rows else None,
+            are_of_step=False,
+        )
         return torch.where(self.tokens > 0, weights.to(torch.float64), 0.0)
 
 

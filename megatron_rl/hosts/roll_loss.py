@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import Backend
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.errors import ConfigError
@@ -25,6 +24,7 @@ from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.settings import LossKeywords
+from megatron_rl.weights import regularizer_weights, sample_token_weights
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
 PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_prompts"
@@ -85,12 +85,13 @@ class RollLoss:
             on_this_rank(columns["advantages"].float()),
             on_this_rank(mask),
             torch.arange(rows + 1, dtype=torch.int32, device=logits.device) * width,
-            weigh_tokens(
+            sample_token_weights(
                 config.loss_aggregation,
                 token_counts,
                 totals,
                 prompt_token_counts=columns[PROMPT_TOKENS] if self.launch.counts_prompts else None,
                 divisor=config.loss_aggregation_divisor,
+                are_of_step=False,
             ),
         )
         options: LossKeywords = {

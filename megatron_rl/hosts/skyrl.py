@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import DIVISOR, Given, Launch, Offer, Reader, make_launch, read_word, typed_if
@@ -37,6 +36,7 @@ from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.skyrl_driver import METHODS, TRAINER, count_trajectories
 from megatron_rl.hosts.start_check import end_after_check, end_with_problems
 from megatron_rl.losses.corrections import needs_rollout_log_probs
+from megatron_rl.weights import AggregationRecord, Formula
 
 TITLE, PROBED = "SkyRL", "NovaSky-AI/SkyRL a9564572e"
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = True, "SkyRL's factors are made for the mean over ranks"

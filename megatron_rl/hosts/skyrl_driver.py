@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.count import count_step
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.weights import sample_token_weights
 
 TRAINER = "skyrl.train.trainer"
 METHODS = {
@@ -80,8 +80,9 @@ def factors_of(aggregation: str, token_counts: Tensor, trajectories: list[int], 
     except EmptyStep:
         return torch.ones(len(token_counts))
     assert rollouts is not None  # of the ids that were given
-    of_rollouts = {"rollout_token_counts": rollouts.tokens, "rows_of_rollout": rollouts.rows}
-    wanted = weigh_tokens(aggregation, counts, totals, divisor=divisor, **of_rollouts)
+    wanted = sample_token_weights(
+        aggregation, counts, totals, divisor=divisor, rollout_token_counts=rollouts.tokens, rows_of_rollout=rollouts.rows
+    )
     plain = count_step(None, None, SINGLE, token_counts=token_counts).totals
-    given = weigh_tokens(DIVIDED_BY.get(aggregation, aggregation), counts, plain, divisor=divisor)
+    given = sample_token_weights(DIVIDED_BY.get(aggregation, aggregation), counts, plain, divisor=divisor)
     return torch.where(counts > 0, wanted / given, 1.0)

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route, SupportUse
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import HostLaunch, read_launch
@@ -30,10 +29,12 @@ from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.validation import weight_words
 from megatron_rl.validation.advice import numbers_in_words
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, number
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import DROPOUTS, model_problems
+from megatron_rl.weights import get_loss_aggregation
 
 
 def custom_megatron_init(args: Namespace) -> None:
@@ -164,7 +165,7 @@ def weight_of_a_token(launch: HostLaunch) -> str:
     config = launch.config
     record = get_loss_aggregation(config.loss_aggregation)
     samples, prompts = counts_of_step(launch)
-    text = record.weight_in_words({"L": config.loss_aggregation_divisor, "N": samples, "P": prompts})
+    text = weight_words.weight_in_words(record, {"L": config.loss_aggregation_divisor, "N": samples, "P": prompts})
     # A reducer sees samples; our loss sees the rollouts that the samples are segments of.
     return text.replace("m_i", "M_roll") if launch.has_our_loss else text
 
@@ -172,11 +173,12 @@ def weight_of_a_token(launch: HostLaunch) -> str:
 def shift_in_words(config: PolicyLossConfig, kl_and_entropy: tuple[float, float] = (0.0, 0.0)) -> str:
     """How the weights change against sample_mean, and so the strength of the terms that keep sample_mean, where they are on."""
     record = get_loss_aggregation(config.loss_aggregation)
-    shift = f"weights {record.shift_in_words(config.loss_aggregation_divisor)}"
-    if record.mean_strength is None:
+    shift = f"weights {weight_words.shift_in_words(record, config.loss_aggregation_divisor)}"
+    strength = weight_words.mean_strength_of(record)
+    if strength is None:
         return shift
     names = " and ".join(name for name, coefficient in zip(("KL", "entropy"), kl_and_entropy, strict=True) if coefficient)
-    terms = record.mean_strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})
+    terms = strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})
     return f"{shift}: Adam hides it, clipping does not{f'; {names} x {terms} beside it' if names else ''}"
 
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_rl.aggregation import get_loss_aggregation
-from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import PolicyLossConfig, Route, RouterAuxLoss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_group
@@ -20,6 +18,7 @@ from megatron_rl.megatron.router_losses import REPLACED_METHODS, router_losses, 
 from megatron_rl.megatron.samples import trained_mtp_layers
 from megatron_rl.validation.auxiliary_losses import SCALERS, auxiliary_loss_problems
 from megatron_rl.validation.model_settings import model_problems
+from megatron_rl.weights import TOKEN_MEAN, get_loss_aggregation
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

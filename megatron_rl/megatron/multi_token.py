@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.aggregation import further_token_weight
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups
@@ -29,6 +28,7 @@ from megatron_rl.megatron.head import HeadInputs, rows_of
 from megatron_rl.megatron.samples import trained_mtp_layers
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.settings import LossKeywords
+from megatron_rl.weights import further_token_weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

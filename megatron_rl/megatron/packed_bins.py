@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
@@ -23,6 +22,7 @@ from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardSte
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.samples import StepSample, count_further_tokens, count_routed_tokens
 from megatron_rl.metrics.step import step_metrics
+from megatron_rl.weights import get_loss_aggregation
 
 # By row index before packing: the prompt, or the rollout. None: a row of padding.
 NameOfRow = Sequence[int | str | None]

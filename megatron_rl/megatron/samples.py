@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterAuxLoss
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import needs_rollout_log_probs
+from megatron_rl.weights import regularizer_weights, sample_token_weights
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

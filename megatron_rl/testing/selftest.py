@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import all_gather_objects
@@ -53,6 +52,7 @@ from megatron_rl.testing.reference import (
     scores_of,
     with_anchors,
 )
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
 
 # The bounds of the corrections' ratios.
 BOUNDS: Mapping[str, tuple[float, float]] = {

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss
@@ -44,6 +43,7 @@ from megatron_rl.testing.layout_step import (
 )
 from megatron_rl.testing.reference import CLIPS, DIVISOR, loss_by_hand, scale_of_terms
 from megatron_rl.testing.step_rows import Derivatives, Microbatch, Row, known_tokens, read_microbatch, row_problem
+from megatron_rl.weights import get_loss_aggregation
 
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
 # the layouts of the tests), or of 16 bits (2^-9 of each).

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepCounts, count_step
 from megatron_rl.errors import ConfigError, DataError
@@ -47,6 +46,7 @@ from megatron_rl.layout.groups import (
     world_group,
 )
 from megatron_rl.rollout_groups import Sample, rollouts_of
+from megatron_rl.weights import get_loss_aggregation
 
 logger = logging.getLogger(__name__)
 

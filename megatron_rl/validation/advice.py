@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_rl.aggregation import get_loss_aggregation
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, PolicyLossConfig
 from megatron_rl.declare import clip_of, get_policy_loss
+from megatron_rl.validation.weight_words import mean_strength_of, samples_of_mean_1, strength_of
+from megatron_rl.weights import get_loss_aggregation
 
 
 def clip_of_a_mean_clips(config: PolicyLossConfig) -> Iterator[str]:
@@ -32,15 +33,16 @@ def coefficients_keep_their_strength(config: PolicyLossConfig) -> Iterator[str]:
     """One warning for both terms. Against the policy term they are 1 / (N W_i) times as strong, W_i the sum of i's weights."""
     given = [name for name in ("kl_coefficient", "entropy_coefficient") if getattr(config, name) != 0]
     record = get_loss_aggregation(config.loss_aggregation)
-    if not given or (record.strength is not None and not record.strength.powers):
+    strength, samples = strength_of(record), samples_of_mean_1(record)
+    if not given or (strength is not None and not strength.powers):
         return
-    if record.mean_strength is not None:
+    if mean_strength_of(record) is not None:
         divisor = f"{config.loss_aggregation_divisor:g}" if record.takes_divisor else "1"
         change = f"about {divisor} / (mean tokens of a sample) times as strong as under sample_mean; for the strength that a "
         change += f"coefficient b has there, type b x (mean tokens of a sample) / {divisor}"
-    elif record.mean_of is not None:
+    elif samples is not None:
         change = (
-            f"stronger in a short sample and weaker in a long one, by (mean tokens of {record.mean_of}) / (tokens of the sample): "
+            f"stronger in a short sample and weaker in a long one, by (mean tokens of {samples}) / (tokens of the sample): "
             "no coefficient undoes it; sample_mean does. Over the step they are as strong as there"
         )
     else:

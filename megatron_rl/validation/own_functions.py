@@ -12,8 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import AGGREGATIONS, weigh_tokens
-from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
@@ -22,6 +20,7 @@ from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, corr
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator, KLValue, kl_estimate
 from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.validation.routes import Settings
+from megatron_rl.weights import AGGREGATIONS, AggregationRecord, sample_token_weights
 
 # The rest of a loop over vectors may round in another way, so that few elements show nothing: 64 are four rests of 16. A half of
 # 4096 has no rest where the function takes the elements as they are. Of a half 64 are 3 %: a clip may act on 7 %.
@@ -140,12 +139,13 @@ def aggregation_problems(record: AggregationRecord, divisor: float | None) -> It
     totals = StepTotals(NUM_PROBES, NUM_PROBES // 8, int(counts.sum()), NUM_PROBES // 2)
 
     def weights_of(counts: Tensor, of_prompts: Tensor, of_rollouts: Tensor, rows: Tensor) -> Results:
-        weights = weigh_tokens(
+        weights = sample_token_weights(
             *(record.name, counts, totals),
             prompt_token_counts=of_prompts,
             divisor=divisor,
             rollout_token_counts=of_rollouts,
             rows_of_rollout=rows,
+            are_of_step=False,
         )
         return (weights * totals.num_tokens,)  # near 1
 

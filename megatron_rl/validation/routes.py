@@ -8,8 +8,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.aggregation import AGGREGATIONS
-from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import (
     Backend,
     CorrectionLevel,
@@ -26,6 +24,7 @@ from megatron_rl.config import (
 from megatron_rl.declare import POLICY_LOSSES, PolicyLoss, Registry, declared_parameters
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
+from megatron_rl.weights import AGGREGATIONS, AggregationRecord
 
 # The fields that act elsewhere than in our loss, by where. One that is set on another route is an error.
 _OUR_LOSS = frozenset(Route) - {Route.REDUCER}  # a reducer gets the per-token losses of another loss

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
     DEFAULT_MAX_LOGITS_BYTES,
@@ -22,6 +21,8 @@ from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
 from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation.weight_words import weight_in_words
+from megatron_rl.weights import TOKEN_MEAN
 
 _DEFAULTS = {field.name: field.default for field in flag_fields()}
 # Aggregations of verl, SkyRL and TRL, with underscores.
@@ -79,7 +80,7 @@ def divisor_goes_with_constant(launch: Settings) -> Iterator[str]:
     elif record is not None and record.takes_divisor is False:
         yield (
             f"loss_aggregation_divisor={divisor!r} has no effect with loss_aggregation={name}: its weight is "
-            f"{record.weight_in_words({})}; remove it"
+            f"{weight_in_words(record, {})}; remove it"
         )
     elif not is_finite_number(divisor) or divisor <= 0:
         yield (
@@ -200,7 +201,7 @@ def per_token_loss_is_token_mean(launch: Settings) -> Iterator[str]:
     if launch.calculates_per_token_loss and record is not None and record.formula != TOKEN_MEAN:
         yield (
             f"loss_aggregation={launch.config.loss_aggregation} does not go with calculate_per_token_loss=True: the host divides "
-            f"by the step's tokens, the weight 1/T of token_mean, and this one's is {record.weight_in_words({})}; remove "
+            f"by the step's tokens, the weight 1/T of token_mean, and this one's is {weight_in_words(record, {})}; remove "
             "--calculate-per-token-loss"
         )
 

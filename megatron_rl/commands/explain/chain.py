@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.commands.launch_config import needs_reward_hook
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
 from megatron_rl.hosts.contract import AVERAGED, SUMMED, Stage
+from megatron_rl.weights import TOKEN_MEAN, Formula
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)

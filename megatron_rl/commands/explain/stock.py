@@ -12,10 +12,10 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.commands.explain.report import columns
 from megatron_rl.commands.explain.weights import short
 from megatron_rl.errors import ConfigError
+from megatron_rl.weights import TOKEN_MEAN, Formula
 
 SAMPLE_MEAN, CONSTANT = Formula(N=-1, m_i=-1), Formula(L=-1, N=-1)
 PROMPT_MEAN = Formula(P=-1, M_g=-1)

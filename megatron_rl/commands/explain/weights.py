@@ -1,4 +1,4 @@
-"""What each aggregation makes of a step: weights, shares, sums, and what a change does. aggregation.py gives the weights."""
+"""What each aggregation makes of a step: weights, shares, sums, and what a change does. weights.py gives them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import cached_property
 
 from torch import Tensor
 
-from megatron_rl.aggregation import AGGREGATIONS, get_loss_aggregation, loss_aggregation_names, weigh_tokens
-from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.rewards import HostCounts, count_rollouts
+from megatron_rl.validation.weight_words import mean_strength_of, samples_of_mean_1
+from megatron_rl.weights import AGGREGATIONS, AggregationRecord, get_loss_aggregation, loss_aggregation_names, sample_token_weights
 
 REFERENCE = "sample_mean"
 # Scales that differ by rounding alone are one scale.
@@ -37,7 +37,7 @@ class Weighing:
     @cached_property
     def reference(self) -> float:
         """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the rollouts with an unmasked token."""
-        weights = weigh_tokens(REFERENCE, self.counts.rollout_tokens, self.counts.totals)
+        weights = sample_token_weights(REFERENCE, self.counts.rollout_tokens, self.counts.totals, are_of_step=False)
         return float((weights.double() * self.counts.tokens).sum())
 
     @property
@@ -129,12 +129,13 @@ def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
             continue
         what = "against sample_mean" if len(weighings) == 1 else f"{weighing.title} against sample_mean"
         if abs(factor - 1) <= SAME_SCALE:
-            of_samples = "; its long samples weigh more" if record.mean_of is not None else ""
+            of_samples = "; its long samples weigh more" if samples_of_mean_1(record) is not None else ""
             lines.append(f"{what}: the same sum of weights; look at grad_norm before you keep --clip-grad{of_samples}")
             continue
         why, unit = "", "rollout" if weighing.counts.has_fan_out else "sample"
-        if record.mean_strength is not None:
-            why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {unit}"
+        strength = mean_strength_of(record)
+        if strength is not None:
+            why = f" = {strength}, m = {short(weighing.mean_tokens)} mean tokens of a {unit}"
         lines.append(
             f"{what}: sum of weights x {short(factor)}{why}; Adam hides it; a like step of SGD is near learning rate x "
             f"{short(1 / factor)}, a like clipping near --clip-grad x {short(factor)}, as grad_norm says, and KL and entropy terms "
