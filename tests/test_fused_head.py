@@ -418,13 +418,10 @@ def test_a_head_that_fsdp_shards_is_refused_before_the_loss_reads_a_freed_weight
 
 def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():
     """FB-74: all of it in one error, on every pipeline stage alike; and nothing is said where no flag asks for it."""
-    config = SimpleNamespace(
-        mtp_num_layers=1, defer_embedding_wgrad_compute=True, bf16=False, fp16=False, params_dtype=torch.float32
-    )
+    config = SimpleNamespace(defer_embedding_wgrad_compute=True, bf16=False, fp16=False, params_dtype=torch.float32)
     assert [*setting_problems(HeadSettings(), config)] == []
-    mtp, deferred, float32 = setting_problems(HeadSettings(is_fused=True, is_fp32=True), config)
-    assert "--fused-lm-head-loss and --fp32-lm-head with mtp_num_layers=1" in mtp and "remove --mtp-num-layers" in mtp
+    deferred, float32 = setting_problems(HeadSettings(is_fused=True, is_fp32=True), config)
     assert "remove --defer-embedding-wgrad-compute" in deferred
     assert "float32 parameters" in float32
-    vars(config).update(mtp_num_layers=None, defer_embedding_wgrad_compute=False, bf16=True, params_dtype=torch.bfloat16)
+    vars(config).update(defer_embedding_wgrad_compute=False, bf16=True, params_dtype=torch.bfloat16)
     assert [*setting_problems(HeadSettings(is_fused=True, is_fp32=True), config)] == []

@@ -74,7 +74,7 @@ class PolicyForwardStep:
         self.reports_metrics = reports_metrics
         self.announces_factor = True
         """Whether the loss of logits is told what backward multiplies it with. False: a wrong factor is measured, and no error."""
-        self._head = HeadSettings.of(config, knows_mtp=True)
+        self._head = HeadSettings.of(config)
         self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()

@@ -45,23 +45,21 @@ _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[HeadSettings, str]]] = 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSettings:
     """What a model's output layer computes. With the defaults it is not replaced. setting: what the user typed, in a host that has
-    a switch of its own; knows_mtp: the loss of multi-token prediction needs no other call of the layer, or its call gets
-    logits."""
+    a switch of its own."""
 
     is_fused: bool = False
     is_fp32: bool = False
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
     setting: str | None = None
-    knows_mtp: bool = False
 
     @property
     def is_on(self) -> bool:
         return self.is_fused or self.is_fp32
 
     @classmethod
-    def of(cls, config: PolicyLossConfig, *, knows_mtp: bool = False) -> HeadSettings:
+    def of(cls, config: PolicyLossConfig) -> HeadSettings:
         fused, fp32, largest = config.fused_lm_head_loss, config.fp32_lm_head, config.max_logits_bytes
-        return cls(is_fused=fused, is_fp32=fp32, max_logits_bytes=largest, knows_mtp=knows_mtp)
+        return cls(is_fused=fused, is_fp32=fp32, max_logits_bytes=largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +76,6 @@ def setting_problems(settings: HeadSettings, config: TransformerConfig) -> Itera
     flags = flags_of(settings)
     if not flags:
         return
-    if config.mtp_num_layers and not settings.knows_mtp:
-        yield (
-            f"{flags} with mtp_num_layers={config.mtp_num_layers}: multi-token prediction calls the output layer again for its "
-            f"losses, which would get no logits; remove --mtp-num-layers or {flags}"
-        )
     if config.defer_embedding_wgrad_compute:
         yield (
             f"{flags} with defer_embedding_wgrad_compute=True: the output layer's gradient is computed here and not deferred; "

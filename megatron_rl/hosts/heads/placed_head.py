@@ -33,6 +33,7 @@ from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, re
 from megatron_rl.megatron.head import (
     HeadInputs,
     HeadSettings,
+    flags_of,
     forward_through,
     is_sharded_behind_forward,
     layer_problems,
@@ -83,16 +84,18 @@ def place_head(
     models: Sequence[nn.Module],
     settings: HeadSettings,
     forward_of: Callable[[Any, HeadSettings, Group], Callable[..., Any]] | None = None,
+    *,
+    knows_mtp: bool = False,
 ) -> None:
     """Gives the output layer of these parts of a model, where this stage has it, the forward of `settings`.
 
-    forward_of(layer, settings, tp group): another forward, for a host that takes another carrier.
+    forward_of(layer, settings, tp group): another forward, for a host that takes another carrier. knows_mtp: as in place_rows.
 
     Communication: one all-reduce of one number over dp-cp, pp and tp each, so that a fault of the last stage stops all.
     Raises ConfigError where the head does not fit the model.
     """
     groups = resolve_groups()
-    problems = list(_problems(models, settings, groups))
+    problems = list(_problems(models, settings, groups, knows_mtp))
     if maxima_anywhere(torch.tensor([len(problems)]), groups) != [0] and not problems:
         problems = ["another rank refused its output layer, and this one agrees with it: see the message of that rank"]
     if problems:
@@ -101,9 +104,15 @@ def place_head(
         layer.forward = (forward_of or _forward_of)(layer, settings, groups.tp)
 
 
-def _problems(models: Sequence[nn.Module], settings: HeadSettings, groups: ParallelGroups) -> Iterator[str]:
+def _problems(models: Sequence[nn.Module], settings: HeadSettings, groups: ParallelGroups, knows_mtp: bool) -> Iterator[str]:
     for model in models:
-        yield from setting_problems(settings, model_config_of(model))
+        config, flags = model_config_of(model), flags_of(settings)
+        yield from setting_problems(settings, config)
+        if config.mtp_num_layers and not knows_mtp:
+            yield (
+                f"{flags} with mtp_num_layers={config.mtp_num_layers}: multi-token prediction calls the output layer again for its "
+                f"losses, which would get no logits; remove --mtp-num-layers or {flags}"
+            )
     if settings.is_fused and any(map(is_sharded_behind_forward, models)):
         yield sharded_problem(settings)
     layers = _output_layers(models)

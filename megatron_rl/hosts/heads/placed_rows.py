@@ -25,8 +25,7 @@ def place_rows(models: Sequence[nn.Module], setting: str, *, knows_mtp: bool = F
     their logits. Another call for such a loss would refuse its CarriedRows.
     Communication and errors: as place_head.
     """
-    settings = HeadSettings(is_fused=True, setting=setting, knows_mtp=knows_mtp)
-    place_head(models, settings, _forward_of)
+    place_head(models, HeadSettings(is_fused=True, setting=setting), _forward_of, knows_mtp=knows_mtp)
 
 
 def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Callable[..., Any]:
