@@ -321,13 +321,13 @@ def test_rows_move_without_memory_beside_them(is_kept):
     numbers = torch.arange(num_rows, dtype=torch.float32)
     result = RowResult(**{field.name: numbers for field in dataclasses.fields(RowResult)})
     hidden, before = numbers[:, None].repeat(1, 2), logits.clone()
-    chunk = Chunk(slice(5, 5 + num_rows), hidden, numbers.long(), logits, result, divisors=numbers)
+    chunk = Chunk(slice(5, 5 + num_rows), hidden, numbers.long(), logits, result)
     with NewMemory(3, logits) as memory:
         small, order = linear_gradient._keep_rows(chunk, kept)
     assert memory.num_new == 0 and small.logits.data_ptr() == logits.data_ptr()
     assert torch.equal(order.sort().values, kept) and torch.equal(small.logits, before[order])
     assert torch.equal(small.rows, order + 5) and torch.equal(small.hidden, hidden[order])
-    assert torch.equal(small.divisors, order.float()) and torch.equal(small.labels, order)
+    assert torch.equal(small.labels, order)
 
 
 @pytest.mark.parametrize("num_dropped", [1, 7, 500])

@@ -150,8 +150,7 @@ def is_last_reader(launch: HostLaunch, logits: Tensor, cp_group: Group) -> bool:
     """Whether nobody reads the logits after custom_loss, and Triton makes the gradient.
 
     Not where a function of the user calls it, which may read them, and not where the host does: it runs the loss again
-    (--recompute-loss-function), or adds 0 x their sum (--allgather-cp). In torch a gradient of its own is faster: its memory holds
-    exponentials in between.
+    (--recompute-loss-function), or adds 0 x their sum (--allgather-cp).
     """
     is_called_by_host = names_ours(launch["custom_loss_function_path"], "custom_loss")
     is_read_again = launch["recompute_loss_function"] or launch.is_contiguous(cp_group)

@@ -6,7 +6,7 @@ matmuls, so plan scale-last can multiply before c is known. Plans: ops/linear_sc
 
 A chunk: logits, all-gather over tp, coefficients (their function reduces over cp), removal of rows whose c and e are 0, gradient
 written over the logits, dX, start of its reduction over tp, dW during that reduction. Where e is 0, the forward pass of a chunk may
-leave G itself, or e^z, in the memory of the logits: then no kernel reads the logits again.
+leave G itself in the memory of the logits: then no kernel reads the logits again.
 
 Backward multiplies this gradient by its factor; a second backward raises. The weight's gradient is summed in float32. Where the
 parameter has Megatron's float32 `main_grad`, it is added there, unrounded: in forward if the factor was announced (loss_scale),
@@ -251,7 +251,6 @@ def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k <
         labels=chunk.labels[order],
         logits=chunk.logits[:num_kept],
         result=_take_rows(chunk.result, order),
-        divisors=None if chunk.divisors is None else chunk.divisors[order],
     )
     return kept_chunk, order
 
@@ -337,9 +336,6 @@ def _logits_gradient(
         return chunk.logits, None if c is None else c[:, None]
     result, kernels = chunk.result, head.kernels
     c = torch.ones_like(result.total) if c is None else c
-    if chunk.divisors is not None:
-        assert kernels.gradient_of_kept is not None
-        return kernels.gradient_of_kept(chunk.logits, chunk.labels, None, chunk.divisors, c, head.shard), None
     out = head.gradient[: chunk.logits.shape[0]]
     kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
     return out, None

@@ -32,7 +32,7 @@ from megatron_rl.ops.log_probs import (
     row_kernels,
     vocab_shard,
 )
-from megatron_rl.ops.log_probs_torch import RowKernels, RowResult, VocabShard, keeps_exponentials
+from megatron_rl.ops.log_probs_torch import RowKernels, RowResult, VocabShard
 
 # Size limit for a temporary product when the matmul cannot write into its output: 8192 columns at H = 4096, which fill any device.
 TEMPORARY_BYTES = 128 * 1024**2
@@ -316,7 +316,7 @@ class LinearHead:
 class Chunk:
     """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of a buffer of the head.
 
-    The forward pass may leave something else there: G = (delta - p) / temperature, or the e^z of row_results_keeping.
+    The forward pass may leave G = (delta - p) / temperature there.
     """
 
     rows: slice | Tensor  # [n] row numbers in [0, T)
@@ -325,7 +325,6 @@ class Chunk:
     logits: Tensor  # [n, V_tp]
     result: RowResult  # [n] each
     is_unit_gradient: bool = False
-    divisors: Tensor | None = None  # [n] of e^z, where `logits` holds e^z
 
 
 def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions) -> int:
@@ -442,24 +441,22 @@ def chunk_logits(head: LinearHead, hidden: Tensor, *, first: int = 0) -> Tensor:
 def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bool = False) -> Chunk:
     """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into the head's.
 
-    leaves_gradient: the gradient follows before the buffer's next chunk, without a term of the entropy. Then the logits' memory
-    may get what saves the gradient a pass: on a CPU e^z, elsewhere without shards the gradient at coefficient 1.
+    leaves_gradient: the gradient follows before the buffer's next chunk, without a term of the entropy. Then without shards the
+    logits' memory may get the gradient at coefficient 1, which saves a pass.
     """
     hidden, labels = chunk_operands(head, rows)
     options, kernels, n = head.options, head.kernels, labels.numel()
-    result, is_unit_gradient, divisors = None, False, None
+    result, is_unit_gradient = None, False
     logits = chunk_logits(head, hidden)
     if leaves_gradient and kernels.unit_gradient is not None and options.tp_group.size() == 1:
         out = head.gradient[:n]
         result = kernels.unit_gradient(logits, labels, head.shard, with_entropy=options.with_entropy, out=out)
         if result is not None:
             logits, is_unit_gradient = out, True
-    elif leaves_gradient and kernels.keeping is not None and keeps_exponentials(logits, options.with_entropy):
-        result, divisors = kernels.keeping(logits, labels, None, head.shard, options.tp_group, out=logits)
     if result is None:
         result = kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
     keep_results(head, rows, result)
-    return Chunk(rows, hidden, labels, logits, result, is_unit_gradient, divisors=divisors)
+    return Chunk(rows, hidden, labels, logits, result, is_unit_gradient)
 
 
 def keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> None:

@@ -29,10 +29,7 @@ from megatron_rl.ops.backends import (
 from megatron_rl.ops.log_probs_torch import (
     RowKernels,
     VocabShard,
-    gradient_of_exponentials,
-    keeps_exponentials,
     logits_gradient_torch,
-    row_results_keeping,
     row_results_torch,
 )
 from megatron_rl.ops.support import SupportLogProbs, check_support, compare_supports
@@ -150,9 +147,7 @@ def log_probs_of_rows(
     if support is not None:
         log_probs, entropy = SupportLogProbs.apply(logits, labels, loss_mask, support, *how)  # type: ignore[no-untyped-call]  # torch's
     else:
-        log_probs, entropy = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-            logits, labels, loss_mask, *how, torch.is_grad_enabled()
-        )
+        log_probs, entropy = VocabParallelLogProbs.apply(logits, labels, loss_mask, *how)  # type: ignore[no-untyped-call]  # torch's
     return log_probs, entropy if with_entropy else None
 
 
@@ -188,12 +183,7 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
 def row_kernels(backend: Backend) -> RowKernels:
     """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
     if backend == Backend.TORCH:
-        return RowKernels(
-            row_results_torch,
-            logits_gradient_torch,
-            row_results_keeping,
-            gradient_of_exponentials,
-        )
+        return RowKernels(row_results_torch, logits_gradient_torch)
     from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
     from megatron_rl.ops.unit_gradient_triton import unit_gradient
 
@@ -201,8 +191,7 @@ def row_kernels(backend: Backend) -> RowKernels:
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
-    """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk, unless it finds their
-    exponentials in the memory of the gradient."""
+    """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -215,16 +204,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         with_entropy: bool,
         inplace: bool,
         kernels: RowKernels,
-        has_graph: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.kept = None
-        has_backward = has_graph and ctx.needs_input_grad[0]
-        if kernels.keeping is not None and has_backward and not inplace and keeps_exponentials(logits, with_entropy):
-            exponentials = gradient_like(logits)
-            rows, divisors = kernels.keeping(logits, labels, loss_mask, shard, tp_group, out=exponentials)
-            ctx.kept = (exponentials, divisors)
-        else:
-            rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
+        rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
         ctx.shard, ctx.inplace, ctx.kernels = shard, inplace, kernels
         # An unused output gets a None gradient, not zeros, so that an unused entropy costs no second pass.
         ctx.set_materialize_grads(False)
@@ -237,11 +218,6 @@ class VocabParallelLogProbs(torch.autograd.Function):
         # Unpacking raises if the logits were written to since forward: autograd compares version counters. A second backward after
         # an in-place one raises too, because both backends count the write of the gradient below.
         logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
-        if ctx.kept is not None:
-            (exponentials, divisors), ctx.kept = ctx.kept, None  # a second backward through the same graph computes them again
-            if log_probs_gradient is not None:
-                coefficients = log_probs_gradient, ctx.shard
-                return ctx.kernels.gradient_of_kept(exponentials, labels, loss_mask, divisors, *coefficients), *[None] * 8
         gradient = logits.detach() if ctx.inplace else gradient_like(logits)
         ctx.kernels.gradient(
             logits,
@@ -255,7 +231,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             ctx.shard,
             out=gradient,
         )
-        return gradient, *[None] * 8
+        return gradient, *[None] * 7
 
 
 def check_logits(logits: Tensor) -> Tensor:

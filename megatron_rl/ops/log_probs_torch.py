@@ -1,6 +1,6 @@
 """Computes log-probabilities and their gradient in torch: the specification of the kernels and the CPU backend.
 
-No fp32 [T, V] but the gradient itself; on a CPU its memory may hold e^z between forward and backward.
+No fp32 [T, V] but the gradient itself.
 
 Letters as in docs/losses.md: per row and shard m = max x, z = (x - m) / temperature, s = sum e^z, t = x_label or -inf,
 w = sum z e^z. m and t are unscaled logits: a difference of two logits near 1e4 is exact, one of their lse is not.
@@ -58,8 +58,6 @@ class RowKernels:
 
     Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
 
-    keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
-
     unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
 
     Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
@@ -67,8 +65,6 @@ class RowKernels:
 
     forward: Callable[..., RowResult]
     gradient: Callable[..., Tensor]
-    keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
-    gradient_of_kept: Callable[..., Tensor] | None = None
     unit_gradient: Callable[..., RowResult | None] | None = None
 
 
@@ -79,7 +75,6 @@ def row_statistics_reference(
     shard: VocabShard,
     *,
     with_entropy: bool,
-    exponentials: Tensor | None = None,  # [T, V_tp] of the working dtype, may be the logits: gets e^z of the rows that are read
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
     """Reads each row once. Masked rows are not read on the CPU; on CUDA they are read, because finding them would synchronise."""
     dtype = working_dtype(logits)
@@ -92,10 +87,7 @@ def row_statistics_reference(
         label = _local_labels(labels[rows], shard)
         owned = (label >= 0) & (label < shard.num_columns)
         target = x.gather(1, label.clamp(0, shard.num_columns - 1)[:, None])[:, 0]
-        place = scratch[: x.shape[0]]
-        if exponentials is not None and isinstance(rows, slice):
-            place = exponentials[rows, : shard.num_columns]
-        z = torch.sub(x, maximum, out=place)
+        z = torch.sub(x, maximum, out=scratch[: x.shape[0]])
         if shard.inverse_temperature != 1.0:
             z.mul_(shard.inverse_temperature)
         statistics[rows, 0] = maximum[:, 0]
@@ -107,8 +99,6 @@ def row_statistics_reference(
             statistics[rows, 3] = exponential.mul_(exponent).sum(-1)
         else:
             statistics[rows, 1] = z.exp_().sum(-1)
-            if exponentials is not None and not isinstance(rows, slice):
-                exponentials[rows, : shard.num_columns] = z
     return statistics
 
 
@@ -151,57 +141,6 @@ def row_results_torch(
     """Row statistics, one all-gather over tp_group, the same merge on every rank."""
     statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)
     return RowResult(*merge_shards(all_gather_stack(statistics, tp_group), loss_mask, shard))
-
-
-def keeps_exponentials(logits: Tensor, with_entropy: bool) -> bool:
-    """Whether forward may leave e^z in the memory of the gradient: on a CPU an exponential costs more than a pass over memory."""
-    return not (logits.is_cuda or with_entropy) and logits.dtype == working_dtype(logits)
-
-
-def row_results_keeping(
-    logits: Tensor,  # [T, V_tp] on the CPU, of the working dtype
-    labels: Tensor,  # [T] int64
-    loss_mask: Tensor | None,  # [T] bool
-    shard: VocabShard,
-    tp_group: Group,
-    *,
-    out: Tensor,  # [T, V_tp], may be the logits: e^z of the unmasked rows, relative to this shard's maximum
-) -> tuple[RowResult, Tensor]:  # and [T]: what e^z of this shard is to be divided by
-    """row_results_torch without entropy, for gradient_of_exponentials."""
-    statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=False, exponentials=out)
-    result = RowResult(*merge_shards(all_gather_stack(statistics, tp_group), loss_mask, shard))
-    return result, divisors_of_kept(statistics, result, shard)
-
-
-def divisors_of_kept(
-    statistics: Tensor,  # [T, 3] of this shard
-    result: RowResult,
-    shard: VocabShard,
-) -> Tensor:  # [T]: what e^z of this shard is to be divided by; inf where it has no part in the row
-    shift = (statistics[:, 0] - result.maximum).mul_(shard.inverse_temperature)
-    return result.total / shift.exp_()
-
-
-def gradient_of_exponentials(
-    exponentials: Tensor,  # [T, V_tp] of row_results_keeping; becomes the gradient
-    labels: Tensor,  # [T] int64
-    loss_mask: Tensor | None,  # [T] bool
-    divisors: Tensor,  # [T] of row_results_keeping
-    coefficients: Tensor,  # [T] dL / dlog_prob
-    shard: VocabShard,
-) -> Tensor:
-    """logits_gradient_torch in place of the exponentials. Rows whose coefficients are 0 are written and not read."""
-    is_needed = coefficients != 0 if loss_mask is None else loss_mask & (coefficients != 0)
-    exponentials[:, shard.num_columns :] = 0
-    if not bool(is_needed.all()):
-        exponentials.index_fill_(0, (~is_needed).nonzero()[:, 0], 0)
-    c = torch.where(is_needed, coefficients, 0.0).to(exponentials.dtype) * shard.inverse_temperature
-    factors = torch.where(is_needed, -(c / divisors), 0.0)
-    gradient = exponentials[:, : shard.num_columns].mul_(factors[:, None])
-    label = _local_labels(labels, shard)
-    owned = (label >= 0) & (label < shard.num_columns)
-    gradient.scatter_add_(1, label.clamp(0, shard.num_columns - 1)[:, None], torch.where(owned, c, 0.0)[:, None])
-    return exponentials
 
 
 def logits_gradient_torch(
