@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar, get_args
 
 from torch import Tensor
 
@@ -41,14 +41,10 @@ Record = TypeVar("Record", bound=Declaration)
 
 
 class Registry(Generic[Record]):
-    """Declarations of one kind by name.
+    """Declarations of one kind by name. kind: in messages, as in "KL estimator". decorator: the name of what declares one."""
 
-    kind: in messages, as in "KL estimator". decorator: its name. declare: declares a user's function that is not decorated, under
-    its dotted name; None: it is refused.
-    """
-
-    def __init__(self, kind: str, decorator: str, declare: Callable[[str, Callable[..., Any]], object] | None = None):
-        self.kind, self.decorator, self._declare = kind, decorator, declare
+    def __init__(self, kind: str, decorator: str):
+        self.kind, self.decorator = kind, decorator
         self.records: dict[str, Record] = {}
 
     def check_name(self, name: object) -> None:
@@ -71,7 +67,7 @@ class Registry(Generic[Record]):
         self.records[name] = record
 
     def find(self, name: object) -> Record:
-        """The declaration of that name. A name with a dot is imported as module.function; its module declares it, or `declare`.
+        """The declaration of that name. A name with a dot is imported as module.function, and its module declares it.
 
         Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
         """
@@ -88,15 +84,12 @@ class Registry(Generic[Record]):
         function = import_dotted(name, self.kind)
         # The module registers the function under a plain name when it is imported; the dotted one is then a second name.
         same = next((record for record in self.records.values() if record.function is function), None)
-        if same is not None:
-            self.records[name] = same
-        elif self._declare is not None:
-            self._declare(name, function)
-        else:
+        if same is None:
             raise ConfigError(
                 f"{self.kind} {name!r} is not declared: decorate {name.rpartition('.')[2]} with @megatron_rl.{self.decorator}"
             )
-        return self.records[name]
+        self.records[name] = same
+        return same
 
     def find_or_none(self, name: object) -> Record | None:
         """`find`, and None where it raises: for what a rule judges while another one reports a wrong name."""
@@ -261,8 +254,8 @@ class PolicyLoss:
     needs: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     takes_log_probs: bool
-    anchor: Anchor = "old"
-    token_clip: Callable[..., Any] | None = None
+    anchor: Anchor
+    token_clip: Callable[..., Any] | None
 
     @property
     def reads_means(self) -> bool:
@@ -296,42 +289,31 @@ class PolicyLoss:
             if named:
                 raise ConfigError(f"{named}: policy loss {self.name!r} has no clip; remove it")
             return None
-        low = self.clip_ratios[0] if low is None else low
-        high = self.clip_ratios[1] if high is None else high
-        for problem in (clip_low_problem(low, self), clip_high_problem(high)):
-            if problem is not None:
-                raise ConfigError(problem)
+        low, high = (default if value is None else value for default, value in zip(self.clip_ratios, (low, high), strict=True))
+        problems, is_open = [], self.clip_ratios[0] == 1
+        if not (is_finite_number(low) and (0 <= low < 1 or (is_open and low == 1))):
+            meant = f"; did you mean {low - 1:.6g}?" if is_finite_number(low) and 1 < low < 2 else ""
+            bound = "1], where 1 is no bound" if is_open else "1)"
+            problems.append(f"clip_ratio_low={low!r} must be in [0, {bound}: it is a distance below 1{meant}")
+        if not (is_finite_number(high) and high >= 0):
+            problems.append(f"clip_ratio_high={high!r} must be a finite number at or above 0: it is a distance above 1")
+        if problems:
+            raise ConfigError(problems)
         return low, high
 
     def resolve_parameters(self, given: Mapping[str, float]) -> dict[str, float]:
-        """All parameters, in the order of the declaration. Raises ConfigError for an unknown name or a value out of its range."""
-        known = [parameter.name for parameter in self.parameters]
-        for name in given:
-            if name not in known:
-                has = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
-                raise ConfigError(f"policy loss {self.name!r} has no parameter {name!r}: {has}")
-        return {parameter.name: parameter.check(given.get(parameter.name, parameter.default)) for parameter in self.parameters}
+        """All parameters, in the order of the declaration. Raises ConfigError for unknown names or a value out of its range."""
+        known = {parameter.name: parameter for parameter in self.parameters}
+        has = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
+        why = f"has no effect, because policy loss {self.name!r} has no parameter"
+        if unknown := [f"{name}={value} {why} {name!r}: {has}" for name, value in given.items() if name not in known]:
+            raise ConfigError(unknown)
+        return {name: parameter.check(given.get(name, parameter.default)) for name, parameter in known.items()}
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
     """An int must be one that a float holds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:
-    """Why the value is not a valid clip_ratio_low of the loss (of any loss: None), or None where it is valid."""
-    is_open = loss is not None and loss.clip_ratios is not None and loss.clip_ratios[0] == 1
-    if is_finite_number(value) and (0 <= value < 1 or (is_open and value == 1)):
-        return None
-    bound = "1], where 1 is no bound" if is_open else "1)"
-    return f"clip_ratio_low={value!r} must be in [0, {bound}: it is a distance below 1"
-
-
-def clip_high_problem(value: object) -> str | None:
-    """Why the value is not a valid clip_ratio_high, or None where it is valid."""
-    if is_finite_number(value) and value >= 0:
-        return None
-    return f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1"
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "register_policy_loss")
@@ -378,14 +360,11 @@ def register_policy_loss(
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
     POLICY_LOSSES.check_name(name)
-    if level not in ("token", "sequence"):
-        raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token" or "sequence"')
-    if anchor not in ("old", "rollout"):
-        raise ConfigError(f'anchor={anchor!r} of policy loss {name!r} must be "old" or "rollout"')
     needs, parameters = tuple(needs), tuple(parameters)
-    for need in needs:
-        if need not in FURTHER_INPUTS:
-            raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
+    of_needs = [("needs", need, FURTHER_INPUTS) for need in needs]
+    for field, value, known in (("level", level, get_args(Level)), ("anchor", anchor, get_args(Anchor)), *of_needs):
+        if value not in known:
+            raise ConfigError(f"{field}={value!r} of policy loss {name!r} is none of {', '.join(known)}")
     if "mean_log_ratio" in needs and (level == "sequence" or triton is not None):
         raise ConfigError(
             f'policy loss {name!r}: "mean_log_ratio" is for level "token" (at "sequence" log_ratio is the mean), without triton, '
@@ -413,9 +392,7 @@ def register_policy_loss(
                 "and write bounded_exp(log_ratio)"
             )
         loss = PolicyLoss(
-            *(name, level, function, clip_ratios, triton, needs, parameters, takes_log_probs),
-            anchor=anchor,
-            token_clip=token_clip,
+            *(name, level, function, clip_ratios, triton, needs, parameters, takes_log_probs, anchor, token_clip),
         )
         loss.clip_bounds(None, None)  # the defaults are a clip
         POLICY_LOSSES.add(name, loss)

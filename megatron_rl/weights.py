@@ -207,11 +207,7 @@ class AggregationRecord:
         return "T" in left.powers or left.powers.get("N", 0) != -left.powers.get("P", 0)
 
 
-AGGREGATIONS: Registry[AggregationRecord] = Registry(
-    "loss aggregation",
-    "register_loss_aggregation",
-    declare=lambda name, function: register_loss_aggregation(name)(function),
-)
+AGGREGATIONS: Registry[AggregationRecord] = Registry("loss aggregation", "register_loss_aggregation")
 
 
 def register_loss_aggregation(
@@ -292,10 +288,7 @@ def _problems_of_fields(formula: object, source: object, needs: object, takes_di
 
 
 def get_loss_aggregation(name: str) -> AggregationRecord:
-    """The record of that name. A name with a dot is imported as module.name; a function that is not registered has no formula.
-
-    Raises ConfigError for an unknown name and for what cannot be imported.
-    """
+    """The declaration of that name, or of module.name. Raises ConfigError as Registry.find."""
     return AGGREGATIONS.find(name)
 
 

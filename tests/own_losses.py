@@ -13,6 +13,7 @@ from megatron_rl import (
     bounded_exp,
     register_correction,
     register_kl_estimator,
+    register_loss_aggregation,
     register_policy_loss,
 )
 
@@ -93,6 +94,11 @@ def normalised(ratios, low, high):
     return ratios.clamp(low, high) / ratios.clamp(low, high).mean()
 
 
+def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
+    """An aggregation that says nothing of itself."""
+    return torch.ones_like(token_counts)
+
+
 def declare() -> None:
     """Registers all of them. What a test registers is gone after it, and a module is imported once: to be called by the test,
     which imports this module itself, so that no table of what is registered meets these losses."""
@@ -121,6 +127,7 @@ def declare() -> None:
     register_kl_estimator("own_jeffreys")(jeffreys)
     register_kl_estimator("own_negated")(negated)
     register_correction("own_normalised")(normalised)
+    register_loss_aggregation("own_by_hand")(by_hand)
 
 
 declare()

@@ -52,7 +52,8 @@ def user_module(tmp_path, monkeypatch):
         textwrap.dedent(
             """
             import torch
-            from megatron_rl import register_policy_loss
+            from megatron_rl import register_loss_aggregation, register_policy_loss
+            @register_loss_aggregation("halves")
             def halves(token_counts, totals, *, prompt_token_counts, divisor):
                 return torch.full_like(token_counts, 0.5)
             @register_policy_loss("mine")
@@ -126,8 +127,8 @@ REFUSED = [  # (message, call)
     ("module 'no_such_module' cannot be imported", lambda: get_policy_loss("no_such_module.f")),
     ("has no 'nothing'", lambda: get_policy_loss("my_losses.nothing")),
     ("is int, not a function", lambda: get_policy_loss("my_losses.number")),
-    ("must accept", lambda: get_loss_aggregation("my_losses.undeclared")),
-    ("is not declared: decorate undeclared with @megatron_rl.register", lambda: get_policy_loss("my_losses.undeclared")),
+    ("is not declared: decorate undeclared with @megatron_rl.register_loss", lambda: get_loss_aggregation("my_losses.undeclared")),
+    ("is not declared: decorate undeclared with @megatron_rl.register_pol", lambda: get_policy_loss("my_losses.undeclared")),
     (
         'register_policy_loss of values has no name: write @megatron_rl.register_policy_loss\\("values"',
         lambda: register_policy_loss(values),
@@ -143,9 +144,9 @@ REFUSED = [  # (message, call)
         add_loss("x", function=lambda log_ratio, advantages, cap: None),
     ),
     ("'plain' has no dot", lambda: import_dotted("plain", "--reward")),
-    ('must be "token" or "sequence"', add_loss("x", level="turn")),
+    ("level='turn' of policy loss 'x' is none of token, sequence", add_loss("x", level="turn")),
     (
-        "'rewards' is none of rollout_log_probs, ref_log_probs, token_counts, entropy, mean_log_ratio",
+        "needs='rewards' of policy loss 'x' is none of rollout_log_probs, ref_log_probs, token_counts, entropy, mean_log_ratio",
         add_loss("x", needs=("rewards",)),
     ),
     ("triton='twin' of policy loss 'x' must be the text", add_loss("x", triton="twin")),

@@ -44,7 +44,7 @@ REFUSED = {
     ],
     "settings_are_valid": [
         ({"loss_aggregation": "constant", **REDUCER}, "needs --loss-aggregation-divisor"),
-        ({**OUR_LOSS, "advantage_estimator": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c: --clip-ratio-c 3.0 has no effect"),
+        ({**OUR_LOSS, "advantage_estimator": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c: clip_ratio_c=3.0 has no effect"),
         ({**OUR_LOSS, **KL, "kl_loss_type": "k4"}, "--kl-loss-type: --kl-estimator: .* 'k4' is not registered; known: k1"),
         ({**OUR_LOSS, **KL, "kl_loss_type": "k2", "use_unbiased_kl": True}, "'k2 with --use-unbiased-kl' is not registered"),
     ],

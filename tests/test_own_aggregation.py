@@ -61,6 +61,7 @@ def user_file(tmp_path_factory):
             def of_the_call(token_counts, totals, *, prompt_token_counts, divisor):
                 return torch.full_like(token_counts, 1 / len(token_counts))
 
+            @register_loss_aggregation("odd")
             def odd(token_counts, totals, *, prompt_token_counts, divisor):
                 return 1 / (totals.num_samples * (token_counts + 10))
             """
@@ -177,7 +178,7 @@ def test_the_start_line_states_the_records_formula():
 
 
 def test_the_start_line_says_what_it_does_not_know():
-    config, unknown = PolicyLossConfig(loss_aggregation=ODD), "not stated: my_aggregations.odd declares no formula"
+    config, unknown = PolicyLossConfig(loss_aggregation=ODD), "not stated: odd declares no formula"
     launch = read_launch(Namespace(loss_aggregation=ODD, **REDUCER, **REWARD))
     assert weight_of_a_token(launch) == unknown
     assert shift_in_words(config) == f"weights against sample_mean {unknown}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-import torch
 from helpers import names_forgotten
 
 from megatron_rl.config import PolicyLossConfig, Route
@@ -50,7 +49,7 @@ LATENT = {"multi_latent_attention": True}
 IN_HOST = {"route": Route.REDUCER}
 IN_TRAIN = {"route": Route.TRAIN}
 MTP = {**PER_TOKEN, **IN_HOST, "mtp_num_layers": 1, "enable_mtp_training": True, "context_parallel_size": 2}
-OWN = {"loss_aggregation": f"{__name__}.by_hand"}
+OWN = {"loss_aggregation": "own_losses.by_hand"}
 
 # rule: fields of PolicyLossConfig, the route, and arguments of the launch. tests/messages.txt has what is said.
 REFUSED: dict[str, list[dict]] = {
@@ -80,7 +79,7 @@ REFUSED: dict[str, list[dict]] = {
         {**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0},
         *({**CONSTANT, "loss_aggregation_divisor": value} for value in (0.0, float("nan"), True, "8k")),
     ],
-    "clips_are_distances": [
+    "numbers_fit_the_loss": [
         {"clip_ratio_low": 1.3},
         {"clip_ratio_low": 1.0},
         {"clip_ratio_low": -0.2},
@@ -88,8 +87,6 @@ REFUSED: dict[str, list[dict]] = {
         {"clip_ratio_high": -0.28},
         {"clip_ratio_high": float("inf")},
         {**PLAIN, "clip_ratio_low": 0.1},
-    ],
-    "loss_parameters_are_declared": [
         {"loss_parameters": {"scale": 1.0}},
         {**PLAIN, "loss_parameters": {"scale": 3.0}},
         {**PLAIN, "loss_parameters": {"cap": 1.0}},
@@ -165,12 +162,12 @@ ALLOWED: dict[str, list[dict]] = {
         {**OWN, "loss_aggregation_divisor": 2.0},
         TOKEN_MEAN,
     ],
-    "clips_are_distances": [
+    "numbers_fit_the_loss": [
         {"clip_ratio_low": 0.0, "clip_ratio_high": 0},
         {"clip_ratio_low": 0.999, "clip_ratio_high": 4.0},
         {"policy_loss": "cispo", "clip_ratio_low": 1.0},
+        {**PLAIN, "loss_parameters": {"scale": 0.5}},
     ],
-    "loss_parameters_are_declared": [{**PLAIN, "loss_parameters": {"scale": 0.5}}],
     "entropy_of_a_loss_is_known": [
         {"policy_loss": "own_losses.heeding"},
         {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS, "policy_metrics": "none"},
@@ -238,10 +235,6 @@ NOT_WARNED = {
     "coefficients under sample_mean": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
     "no coefficient": TOKEN_MEAN,
 }
-
-
-def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
-    return torch.ones_like(token_counts)
 
 
 def launch(settings: dict) -> Settings:

@@ -14,7 +14,7 @@ from megatron_rl.config import (
     Watchdog,
     flag_fields,
 )
-from megatron_rl.declare import clip_high_problem, clip_low_problem, declared_parameters, is_finite_number
+from megatron_rl.declare import is_finite_number
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
@@ -89,36 +89,19 @@ def divisor_goes_with_constant(launch: Settings) -> Iterator[str]:
         )
 
 
-def clips_are_distances(launch: Settings) -> Iterator[str]:
-    loss = launch.loss
-    for name in ("clip_ratio_low", "clip_ratio_high"):
-        value = getattr(launch.config, name)
-        if value is None:
-            continue
-        problem = clip_low_problem(value, loss) if name == "clip_ratio_low" else clip_high_problem(value)
-        if problem is not None:
-            is_bound = is_finite_number(value) and 1 < value < 2
-            yield f"{problem}; {f'did you mean {value - 1:.6g}?' if is_bound else 'leave it unset for the default of the loss'}"
-        elif loss is not None and loss.clip_ratios is None:
-            yield f"{flag_of(name)} {value} has no effect: policy loss {loss.name!r} has no clip; remove it"
-
-
-def loss_parameters_are_declared(launch: Settings) -> Iterator[str]:
-    loss = launch.loss
+def numbers_fit_the_loss(launch: Settings) -> Iterator[str]:
+    """Its clip, and its parameters."""
+    loss, config = launch.loss, launch.config
     if loss is None:
         return
-    for name, value in launch.config.loss_parameters.items():
-        owners = declared_parameters().get(name, {})
-        if loss.name in owners:
-            try:
-                owners[loss.name].check(value)
-            except ConfigError as error:
-                yield f"{flag_of(name)}: {error}"
-        else:
-            yield (
-                f"{flag_of(name)} {value} has no effect with --policy-loss {launch.config.policy_loss}: it is a parameter of "
-                f"{', '.join(owners) or 'no loss'}; remove it"
-            )
+    for check, given in (
+        (loss.clip_bounds, (config.clip_ratio_low, config.clip_ratio_high)),
+        (loss.resolve_parameters, (config.loss_parameters,)),
+    ):
+        try:
+            check(*given)
+        except ConfigError as error:
+            yield from error.problems
 
 
 def entropy_of_a_loss_is_known(launch: Settings) -> Iterator[str]:
@@ -247,8 +230,7 @@ RULES = (
     names_are_registered,
     own_functions_are_what_they_declare,
     divisor_goes_with_constant,
-    clips_are_distances,
-    loss_parameters_are_declared,
+    numbers_fit_the_loss,
     entropy_of_a_loss_is_known,
     corrections_fit,
     settings_are_read,
