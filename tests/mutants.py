@@ -75,7 +75,6 @@ JUDGES = {
     "hosts/skyrl": "skyrl adapters",
     "layout/": "context_parallel packing groups rank_agreement generated_steps log_probs",
     "layout/sampling_support.py": "sampling_support support_scores",
-    "layout/noise.py": "generation",
     "layout/agreement.py": "groups rank_agreement generated_steps losses_parallel",
     "layout/groups.py": "groups aggregation rank_agreement generated_steps losses_parallel",
     "policy_loss/": "loss_contract golden_losses clipping losses losses_bad_input messages generated_steps linear_losses",

@@ -1,36 +1,21 @@
-"""Steps by number of documents: what is in them on each rank, what travels, how they end, fail, stop and go on after a kill."""
+"""Steps by number of documents: what is in them on each rank, what travels, how they end, fail and go on after a stop."""
 
 from __future__ import annotations
 
-import functools
-import gc
-import json
-import os
-import signal
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import counted_collectives, error_of, pool_of, wait_until
+from helpers import counted_collectives, error_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.testing.ranks import HANG_SECONDS, RankError
-from megatron_rl.train import accumulation
-from megatron_rl.train.accumulation import (
-    AccumulatedStep,
-    AccumulationSettings,
-    StepAccumulator,
-    cut_at_rollouts,
-    make_accumulation_group,
-)
+from megatron_rl.train.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator
+from megatron_rl.train.rollouts import cut_at_rollouts
 
 
 @dataclass(frozen=True)
@@ -62,36 +47,26 @@ def plain(step: AccumulatedStep) -> tuple[int, bool, list[list[int]]]:
     return step.num_documents, step.is_full, [[document.index for document in part] for part in step.microbatches]
 
 
-@functools.cache
-def shared_group(world):
-    """One accumulation group for all calls of a layout: hundreds of examples need no group each."""
-    return make_accumulation_group(world)
-
-
 def accumulate(stream: Iterable, settings: dict, **options) -> StepAccumulator:
     """On this rank of a world that is the data-parallel group, or on one process."""
-    groups = (
-        {"dp_group": dist.group.WORLD, "group": shared_group(dist.group.WORLD)} if dist.is_initialized() else {"dp_group": SINGLE}
-    )
-    return StepAccumulator(stream, AccumulationSettings(**settings), **groups | options)
+    dp_group = dist.group.WORLD if dist.is_initialized() else SINGLE
+    return StepAccumulator(stream, AccumulationSettings(**settings), dp_group=dp_group, **options)
 
 
-def steps_on_rank(rank, cases, prefetch):
+def steps_on_rank(rank, cases):
     """The steps of each case: (streams, settings)."""
     answers = []
     for streams, of_case in cases:
-        with accumulate(streams[rank], of_case, prefetch=prefetch) as steps:
-            answers.append([plain(step) for step in steps])
-            answers[-1] += [plain(step) for step in steps]  # the end stays the end
+        steps = accumulate(streams[rank], of_case)
+        answers.append([plain(step) for step in steps])
+        answers[-1] += [plain(step) for step in steps]  # the end stays the end
     return answers
 
 
-def errors_on_rank(rank, streams, settings, prefetch):
-    """(steps before the error, the error, the error of asking once more)."""
+def errors_on_rank(rank, streams, settings):
+    """(steps before the error, the error)."""
     done = []
-    with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
-        first = error_of(lambda: done.extend(plain(step) for step in steps))
-        return done, first, error_of(lambda: next(steps))
+    return done, error_of(lambda: done.extend(plain(step) for step in accumulate(streams[rank], settings)))
 
 
 def unreadable(parts: Sequence, at: int, kind: str = "raises") -> Iterable:
@@ -102,81 +77,28 @@ def unreadable(parts: Sequence, at: int, kind: str = "raises") -> Iterable:
         yield 7 if number == at else part
 
 
-def settings_on_rank(rank, of_rank, state):
-    return error_of(lambda: accumulate([], of_rank[rank], state=state[rank]))
+def settings_on_rank(rank, of_rank):
+    return error_of(lambda: accumulate([], of_rank[rank]))
 
 
-def collectives_on_rank(rank, streams, settings, prefetch):
-    """(name, shape, whether it ran over the group of accumulation) of each collective of making, steps and end."""
-    group = shared_group(dist.group.WORLD)
+def collectives_on_rank(rank, streams, settings):
+    """(name, shape) of each collective of making, then of steps and end."""
     with counted_collectives() as calls:
-        with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
-            at_making = len(calls)
-            num_microbatches = [len(step.microbatches) for step in steps]
-        rows = [(name, shape, used is group) for name, shape, used in calls]
+        steps = accumulate(streams[rank], settings)
+        at_making = len(calls)
+        num_microbatches = [len(step.microbatches) for step in steps]
+    rows = [(name, shape) for name, shape, _ in calls]
     return num_microbatches, rows[:at_making], rows[at_making:]
 
 
-def close_on_rank(rank, streams, settings, num_steps, forget):
-    """(whether a thread is left, whether the end is quiet) after a loop that was left early, without its end being asked for."""
-    steps = accumulate(streams[rank], settings)
+def resumed_on_rank(rank, streams, settings, num_steps):
+    """The state after so many steps, and the steps of an accumulator that is made with it."""
+    before = accumulate(streams[rank], settings)
     for _ in range(num_steps):
-        next(steps)
-    thread = steps._worker.thread
-    if forget:
-        del steps
-        gc.collect()
-        thread.join(accumulation.CLOSE_SECONDS)
-        return thread.is_alive(), True
-    steps.close()
-    return thread.is_alive(), next(steps, None) is None
-
-
-def one_rank_closes_on_rank(rank, streams, settings):
-    """Rank 1 leaves after a step; the others go on until something ends them."""
-    with accumulate(streams[rank], settings) as steps:
-        next(steps)
-        if rank == 1:
-            return "closed"
-        return error_of(lambda: list(steps))
-
-
-def killed_on_rank(rank, streams, settings, num_steps, state_file, at):
-    """Saves its state after `num_steps` steps; rank 1 then dies while it reads micro-batch `at` of its stream."""
-    saved = threading.Event()
-
-    def stream():
-        for number, part in enumerate(streams[rank]):
-            if number == at and rank == 1:
-                saved.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield part
-
-    steps = accumulate(stream(), settings)
-    for _ in range(num_steps):
-        next(steps)
-    state = steps.state_dict()
-    if rank == 1:
-        Path(state_file).write_text(json.dumps(state))
-    saved.set()
-    list(steps)
-
-
-def resumed_on_rank(rank, streams, settings, state_file, is_positioned):
-    state = json.loads(Path(state_file).read_text())
-    stream = streams[rank][state["positions"][rank] :] if is_positioned else streams[rank]
-    with accumulate(stream, settings, state=state, is_positioned=is_positioned) as steps:
-        return [plain(step) for step in steps], steps.state_dict()
-
-
-def state_after_on_rank(rank, streams, settings, num_steps, prefetch):
-    with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
-        for _ in range(num_steps):
-            next(steps)
-        return steps.state_dict()
-
-
-BY_MODE = pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "inline"])
+        next(before)
+    state = before.state_dict()
+    after = accumulate(streams[rank], settings, state=state)
+    return state, [plain(step) for step in after], after.state_dict()
 
 
 pool = pool_of(3, use_megatron=False)
@@ -200,22 +122,12 @@ BY_HAND = [
 ]
 
 
-@BY_MODE
-def test_steps_by_hand(pool, prefetch):
+def test_steps_by_hand(pool):
     """FB-89: one number of micro-batches on both ranks; a dry one runs empty ones; what is left has its real count."""
     cases = [(streams_of(sizes), {"docs_per_step": target}) for *sizes, target, _, _ in BY_HAND]
-    for rank, answers in enumerate(pool.run(steps_on_rank, cases, prefetch, world_size=2)):
+    for rank, answers in enumerate(pool.run(steps_on_rank, cases, world_size=2)):
         for (*_, expected, shows), found in zip(BY_HAND, answers, strict=True):
             assert sizes_of(found) == [(documents, is_full, sizes[rank]) for documents, is_full, *sizes in expected], shows
-
-
-@BY_MODE
-def test_the_rest_may_be_left_out_and_is_reported(prefetch, caplog):
-    """FB-89: 5 documents make one step of 4; the fifth is in none, and the log says so."""
-    with accumulate(stream_of([2, 2, 1]), {"docs_per_step": 4, "drop_last": True}, prefetch=prefetch) as steps:
-        assert [plain(step) for step in steps] == [(4, True, [[0, 1], [2, 3]])]
-        assert steps.state_dict() == {"num_steps": 1, "num_documents": 4, "positions": [2]}
-    assert "the last 1 documents do not fill a step" in caplog.text
 
 
 @pytest.mark.parametrize(("multiple", "expected"), [(1, [3, 1]), (2, [4, 2]), (4, [4, 4])])
@@ -231,13 +143,12 @@ def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(
 @given(
     sizes=st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3),
     target=st.integers(1, 12),
-    prefetch=st.booleans(),
 )
-def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_be(pool, sizes, target, prefetch):
+def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_be(pool, sizes, target):
     """FB-89, over random partitions on three ranks. A step without its last micro-batches would not have reached the target."""
     streams = streams_of(sizes)
-    case = (streams, {"docs_per_step": target, "max_microbatches": 9})
-    answers = [answer[0] for answer in pool.run(steps_on_rank, [case], prefetch)]
+    case = (streams, {"docs_per_step": target})
+    answers = [answer[0] for answer in pool.run(steps_on_rank, [case])]
     for rank, steps in enumerate(answers):
         handed_out = [index for _, _, parts in steps for part in parts for index in part]
         assert handed_out == [document.index for part in streams[rank] for document in part]
@@ -250,69 +161,40 @@ def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_
     assert all(is_full for _, is_full, _ in answers[0][:-1])
 
 
-def test_a_count_of_other_samples_than_the_step_s_is_refused():
-    """FB-88: a group that is not the accumulation's would give the step the denominators of another one."""
-    [step] = accumulate([[Document(0, "a"), Document(1, "b", (1, 1, 0))], [Document(2, "a")]], {"docs_per_step": 3})
-    totals, tokens, of_prompts, _ = step.count()
-    assert (totals, tokens.tolist(), of_prompts.tolist()) == (StepTotals(3, 2, 4), [1, 2, 1], [2, 2, 2])
+def test_values_of_the_samples_are_cut_into_the_micro_batches():
+    [step] = accumulate([[Document(0), Document(1)], [Document(2)]], {"docs_per_step": 3})
     assert step.split([1, 2, 3]) == [[1, 2], [3]]
-    step.microbatches.pop()
-    with pytest.raises(DataError, match="2 samples counted in a step assembled of 3"):
-        step.count()
-    with pytest.raises(DataError, match="1 values for the 2 samples"):
+    with pytest.raises(DataError, match="1 values for the 3 samples"):
         step.split([1])
 
 
-@BY_MODE
-def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(pool, prefetch):
-    """Steps of 2, 2 and 1 micro-batches. Making compares the settings once; nothing runs over the main thread's group."""
+def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(pool):
+    """Steps of 2, 2 and 1 micro-batches. Making compares the settings once."""
     case = (streams_of([[1] * 5, [1] * 5]), {"docs_per_step": 4})
-    for num_microbatches, at_making, later in pool.run(collectives_on_rank, *case, prefetch, world_size=2):
+    for num_microbatches, at_making, later in pool.run(collectives_on_rank, *case, world_size=2):
         assert num_microbatches == [2, 2, 1]
-        assert [(name, own) for name, _, own in at_making] == [("all_gather", True)]
-        assert later == [("all_reduce", (6,), True)] * (5 + 1)
+        assert at_making == [("all_gather", (4,))]
+        assert later == [("all_reduce", (5,))] * (5 + 1)
 
 
-def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
-    """By events: while step 0 is held, step 1 is read and the micro-batch whose counts travel; step 2 waits."""
-    reads = [threading.Event() for _ in range(12)]
-
-    def stream():
-        for event, part in zip(reads, stream_of([1] * 12), strict=True):
-            event.set()
-            yield part
-
-    with accumulate(stream(), {"docs_per_step": 3}) as steps:
-        assert not reads[0].is_set(), "nothing is read before a step is asked for"
-        assert plain(next(steps))[2] == [[0], [1], [2]]
-        assert reads[6].wait(HANG_SECONDS)
-        wait_until(lambda: steps._worker.ready.qsize() == 1)
-        assert not reads[7].is_set()
-        assert steps.state_dict()["positions"] == [3]
-        next(steps)
-        assert reads[9].wait(HANG_SECONDS)
-
-
-def test_inline_nothing_is_read_that_the_step_does_not_need():
+def test_nothing_is_read_that_the_step_does_not_need():
     """A stream may sample from the policy that trains: its next micro-batch must not be older than the step before."""
     reads, parts = [], stream_of([2] * 4)
     stream = (reads.append(number) or part for number, part in enumerate(parts))
-    steps = accumulate(stream, {"docs_per_step": 4}, prefetch=False)
+    steps = accumulate(stream, {"docs_per_step": 4})
     assert (reads, plain(next(steps)), reads) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [0, 1])
-    assert not docs_per_step_threads()
 
 
 WHOLE = {"keep_prompt_groups": True}
 
 
 @pytest.mark.parametrize("extra", [{"samples_per_prompt": 4}, {}], ids=["by count", "by prompt_id"])
-@BY_MODE
-def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool, extra, prefetch):
+def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool, extra):
     """Groups of 4. Round 1 reaches the target 2; rank 1 is inside a group and goes on to the end of its second one. Catches a step
     that ends at the target, and one that waits until both ranks happen to be at an end, which would take all."""
     streams = streams_of([[4, 4], [3, 3, 2, 4]], group=4)
     case = (streams, {"docs_per_step": 2, **WHOLE, **extra})
-    first, second = pool.run(steps_on_rank, [case], prefetch, world_size=2)
+    first, second = pool.run(steps_on_rank, [case], world_size=2)
     assert sizes_of(first[0]) == [(12, True, [4, 0, 0]), (8, True, [4])]
     assert sizes_of(second[0]) == [(12, True, [3, 3, 2]), (8, True, [4])]
 
@@ -329,8 +211,8 @@ def test_groups_are_whole_in_every_step_and_nothing_is_lost(pool, data, size, ta
             left -= row[-1]
         sizes.append(row)
     streams = streams_of(sizes, group=size)
-    extra = {"max_microbatches": 1000} | ({} if by_id else {"samples_per_prompt": size})
-    answers = pool.run(steps_on_rank, [(streams, {"docs_per_step": target, **WHOLE, **extra})], True)
+    extra = {} if by_id else {"samples_per_prompt": size}
+    answers = pool.run(steps_on_rank, [(streams, {"docs_per_step": target, **WHOLE, **extra})])
     for rank, [steps] in enumerate(answers):
         seen = [[index for part in parts for index in part] for _, _, parts in steps]
         assert sum(seen, []) == [document.index for part in streams[rank] for document in part]
@@ -368,61 +250,44 @@ def test_micro_batches_are_cut_between_rollouts():
     assert cut_at_rollouts(rows[4:], 1) == [[rows[4]], [rows[5]]] and cut_at_rollouts([], 3) == []
 
 
-@BY_MODE
 @pytest.mark.parametrize(
     ("sizes", "given_settings", "text"),
     [
         pytest.param(
-            [[1, 1, 1, 1], [0, 0, 0, 0]],
-            {"docs_per_step": 6, "max_microbatches": 3},
-            "docs_per_step=6 has 3 documents after max_microbatches=3 micro-batches a rank: micro-batches hold few documents",
+            [[1] + [0] * 1100, [0] * 1100],
+            {"docs_per_step": 6},
+            "docs_per_step=6 has 1 documents after 1030 micro-batches a rank: micro-batches hold few documents",
             id="few documents",
         ),
         pytest.param(
-            [[3] * 9, []],
-            {"docs_per_step": 2, "max_microbatches": 3, "samples_per_prompt": 5, **WHOLE},
-            "docs_per_step=2 has 9 documents after max_microbatches=3 micro-batches a rank: prompt groups do not end",
+            [[1] + [5] * 1100, []],
+            {"docs_per_step": 2, "samples_per_prompt": 5, **WHOLE},
+            "docs_per_step=2 has 5126 documents after 1026 micro-batches a rank: prompt groups do not end",
             id="a group that does not end",
         ),
-        pytest.param([[0] * 9, [0] * 9], {"docs_per_step": 2}, "has 0 documents after max_microbatches=4", id="default bound"),
     ],
 )
-def test_a_step_beyond_the_bound_is_an_error_on_every_rank(pool, sizes, given_settings, text, prefetch):
-    """FB-89: it names the target, what was reached and what helps; asking again gives the same error, not a quiet end."""
-    for done, first, again in pool.run(errors_on_rank, streams_of(sizes), given_settings, prefetch, world_size=2):
+def test_a_step_that_does_not_end_is_an_error_on_every_rank(pool, sizes, given_settings, text):
+    """FB-89: it names the target, what was reached and what helps."""
+    for done, error in pool.run(errors_on_rank, streams_of(sizes), given_settings, world_size=2):
         assert not done
-        assert first.startswith("DataError: ") and text in first and "raise max_microbatches" in first
-        assert again == first
+        assert error.startswith("DataError: ") and text in error and "or lower --docs-per-step" in error
 
 
-def test_a_step_of_exactly_as_many_micro_batches_as_allowed_is_handed_out():
-    """Also where the stream ends there, short of the target."""
-    for sizes, target in (([1, 1, 1, 1], 3), ([1, 1, 1], 5)):
-        found = next(accumulate(stream_of(sizes), {"docs_per_step": target, "max_microbatches": 3}))
-        assert len(found.microbatches) == 3
-
-
-@BY_MODE
 @pytest.mark.parametrize("kind", ["raises", "no sequence"])
-def test_a_stream_that_fails_on_one_rank_is_an_error_on_all_after_the_same_step(pool, kind, prefetch):
-    """FB-89: rank 1's third micro-batch belongs to the second step; the first one is handed out although it was read ahead."""
+def test_a_stream_that_fails_on_one_rank_is_an_error_on_all_after_the_same_step(pool, kind):
+    """FB-89: rank 1's third micro-batch belongs to the second step; the first one is handed out."""
     streams = streams_of([[1] * 6] * 3)
     streams[1] = unreadable(streams[1], at=2, kind=kind)
-    answers = pool.run(errors_on_rank, streams, {"docs_per_step": 6}, prefetch)
-    for rank, (done, first, again) in enumerate(answers):
+    answers = pool.run(errors_on_rank, streams, {"docs_per_step": 6})
+    for rank, (done, error) in enumerate(answers):
         assert sizes_of(done) == [(6, True, [1, 1])]
         own = {"raises": "OSError: disk on fire", "no sequence": "TypeError: object of type 'int' has no len()"}[kind]
         expected = f"this rank failed ({own})" if rank == 1 else "data-parallel rank 1 failed: its own message says why"
-        assert first == again == f"DataError: the stream of {expected}"
+        assert error == f"DataError: the stream of {expected}"
 
 
-def test_settings_that_make_no_step_are_refused():
-    unfit = {"max_microbatches": 0, "microbatch_multiple": None, "samples_per_prompt": 1.5}
-    wrong = [{"docs_per_step": 0}, {"docs_per_step": True}, *({"docs_per_step": 4, name: value} for name, value in unfit.items())]
-    for values in wrong:
-        name, value = list(values.items())[-1]
-        with pytest.raises(ConfigError, match=f"{name}={value} must be"):
-            AccumulationSettings(**values)
+def test_a_config_without_a_number_of_documents_is_refused():
     with pytest.raises(ConfigError, match="docs_per_step is not set"):
         AccumulationSettings.of(PolicyLossConfig())
 
@@ -446,61 +311,11 @@ def test_flags_decide_whether_groups_stay_whole(flags, keeps, size):
 
 def test_ranks_that_want_unlike_steps_all_say_so(pool):
     """They would wait for each other's rounds."""
-    state = {"num_steps": 3, "num_documents": 12, "positions": [3, 3]}
-    of_rank = [{"docs_per_step": 4}, {"docs_per_step": 6}]
-    for message in pool.run(settings_on_rank, of_rank, [state, None], world_size=2):
+    of_rank = [{"docs_per_step": 4}, {"docs_per_step": 6, "keep_prompt_groups": True}]
+    for message in pool.run(settings_on_rank, of_rank, world_size=2):
         assert message.startswith("ConfigError: 2 problems:")
         assert "docs_per_step differs between data-parallel ranks: [4, 6]" in message
-        assert "num_steps differs between data-parallel ranks: [3, 0]" in message
-
-
-@pytest.mark.parametrize("forget", [False, True], ids=["close", "garbage collection"])
-def test_leaving_the_loop_early_ends_the_thread_on_every_rank(pool, forget):
-    """Closed before the first step, amid the next one's assembly, and where all streams have ended."""
-    case = (streams_of([[1] * 3, [1] * 3]), {"docs_per_step": 2})
-    for num_steps in (0, 1, 2):
-        assert pool.run(close_on_rank, *case, num_steps, forget, world_size=2) == [(False, True)] * 2
-
-
-def test_a_rank_that_closes_alone_is_an_error_on_the_others_and_not_a_hang(pool):
-    """An exception in the training of one rank ends its `with`; the others' threads must not wait for its rounds."""
-    answers = pool.run(one_rank_closes_on_rank, streams_of([[1] * 50] * 3), {"docs_per_step": 3})
-    assert answers[1] == "closed"
-    for message in (answers[0], answers[2]):
-        assert message.startswith("DataError: data-parallel rank 1 has closed its accumulation")
-
-
-@BY_MODE
-def test_ctrl_c_interrupts_the_wait_for_a_step(monkeypatch, caplog, prefetch):
-    """KeyboardInterrupt while a stream blocks; close() then gives up on a thread that does not come back, and says so."""
-    monkeypatch.setattr(accumulation, "CLOSE_SECONDS", 0.05)
-    reading, go_on = threading.Event(), threading.Event()
-
-    def stream():
-        reading.set()
-        while not go_on.wait(0.01):  # Python looks for signals between waits
-            pass
-        yield [Document(0)]
-
-    def interrupt():
-        reading.wait(HANG_SECONDS)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        with accumulate(stream(), {"docs_per_step": 1}, prefetch=prefetch) as steps:
-            threads = docs_per_step_threads()
-            next(steps)
-    assert ("still waits for its stream or a peer" in caplog.text) is prefetch
-    go_on.set()
-    assert len(threads) == prefetch
-    for thread in threads:
-        thread.join(HANG_SECONDS)
-        assert not thread.is_alive()
-
-
-def docs_per_step_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "docs-per-step"]
+        assert "keep_prompt_groups differs between data-parallel ranks: [0, 1]" in message
 
 
 # Unlike numbers of documents per rank; rank 2 runs dry; groups of 2 that straddle micro-batches.
@@ -508,42 +323,23 @@ RESUMED = streams_of([[2, 1, 3, 2, 1, 1, 2, 4, 2], [1, 1, 2, 2, 3, 1, 2, 3, 1], 
 RESUMED_SETTINGS = {"docs_per_step": 6, "microbatch_multiple": 2, **WHOLE, "samples_per_prompt": 2}
 
 
-@pytest.mark.parametrize("is_positioned", [False, True], ids=["from the start", "from the position"])
-def test_a_killed_run_goes_on_with_the_very_steps_that_it_would_have_made(pool, tmp_path, is_positioned):
-    """FB-90: rank 1 is killed while it reads step 2, after a checkpoint of step 1; what was read ahead is read again."""
-    [truth, *_] = answers = pool.run(steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
-    assert len(truth[0]) == 4
-    state_file = tmp_path / "state.json"
-    with pytest.raises(RankError) as error:
-        pool.run(killed_on_rank, RESUMED, RESUMED_SETTINGS, 1, str(state_file), 4)
-    assert "exit code -9" in error.value.errors[1]
-    assert "RuntimeError: docs-per-step: a data-parallel rank has ended" in error.value.errors[0]
-    for rank, (steps, state) in enumerate(pool.run(resumed_on_rank, RESUMED, RESUMED_SETTINGS, str(state_file), is_positioned)):
-        assert steps == answers[rank][0][1:]
-        assert state["num_steps"] == len(truth[0])
-        assert state["num_documents"] == sum(len(part) for stream in RESUMED for part in stream)
-        assert state["positions"] == [len(stream) for stream in RESUMED]
-
-
-@BY_MODE
-def test_the_state_after_each_step_resumes_it(pool, tmp_path, prefetch):
-    """What a thread has read ahead does not count: the states are those of an inline run."""
-    answers = pool.run(steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
+def test_the_state_after_each_step_resumes_it(pool):
+    """FB-90: a resumed run makes the very steps that the stopped one would have made."""
+    answers = pool.run(steps_on_rank, [(RESUMED, RESUMED_SETTINGS)])
+    assert len(answers[0][0]) == 4
     for num_steps in range(len(answers[0][0]) + 1):
-        states = pool.run(state_after_on_rank, RESUMED, RESUMED_SETTINGS, num_steps, prefetch)
-        for rank, state in enumerate(states):
-            assert state == states[0]
+        found = pool.run(resumed_on_rank, RESUMED, RESUMED_SETTINGS, num_steps)
+        for rank, (state, steps, at_end) in enumerate(found):
+            assert steps == answers[rank][0][num_steps:]
+            assert state == found[0][0] and at_end == {"positions": [len(stream) for stream in RESUMED]}
             before = [index for _, _, parts in answers[rank][0][:num_steps] for part in parts for index in part]
             position = state["positions"][rank]
             assert [document.index for part in RESUMED[rank][:position] for document in part] == before
 
 
 def test_a_state_that_does_not_fit_is_refused():
-    state, target = {"num_steps": 1, "num_documents": 8, "positions": [2, 2]}, {"docs_per_step": 4}
-    says = "positions of 2 data-parallel streams, there are 1 now: divide what follows the first 8"
-    with pytest.raises(ConfigError, match=says):
-        accumulate([], target, state=state)
-    with pytest.raises(ConfigError, match=r"lacks \['positions'\]"):
-        accumulate([], target, state={"num_steps": 1, "num_documents": 8})
+    target = {"docs_per_step": 4}
+    with pytest.raises(ConfigError, match="positions of 2 data-parallel streams, there are 1 now: resume with as many"):
+        accumulate([], target, state={"positions": [2, 2]})
     with pytest.raises(DataError, match="ended 1 micro-batches before where the run stopped: another stream"):
-        next(accumulate(stream_of([1, 1]), target, state={**state, "positions": [3]}))
+        next(accumulate(stream_of([1, 1]), target, state={"positions": [3]}))

@@ -13,12 +13,11 @@ from trainer_cases import CP, PP, TP, VOCABULARY, lively, ragged_step, tiny_trai
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.layout.noise import INCREMENT, scramble, signed
 from megatron_rl.megatron import responses as responses_module
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.train import generation
 from megatron_rl.train.collection import rows_per_forward
-from megatron_rl.train.generation import SamplingSettings, gumbel_noise
+from megatron_rl.train.generation import INCREMENT, SamplingSettings, gumbel_noise, scramble, signed
 
 NOISE = partial(gumbel_noise, 7, 0)
 END = 4

@@ -22,7 +22,7 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 # megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
 FLOORS = (
     ("errors", "config"),
-    ("files", "layout", "declare", "rollout_groups"),
+    ("files", "layout", "declare"),
     ("ops", "count"),
     ("weights", "losses"),
     ("metrics",),
@@ -87,7 +87,6 @@ FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
     *(f"files/{name}.py" for name in ("bounds", "json_values")),
-    "rollout_groups.py",
 )
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
 

@@ -6,10 +6,8 @@ import math
 import os
 import shutil
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -22,14 +20,12 @@ from test_train_command import Command, imported_megatron, in_an_empty_directory
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing import oracle
 from megatron_rl.testing.reference import DIVISOR, dense_samples
-from megatron_rl.train.accumulation import Deal
 from megatron_rl.train.collection import with_ref_log_probs
-from megatron_rl.train.document_steps import DocumentSteps, stream_of_rank
+from megatron_rl.train.document_steps import Deal, DocumentSteps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample
-from megatron_rl.train.stopping import StopRule
 from megatron_rl.train.writers import MetricsWriter
 from megatron_rl.weights import loss_aggregation_names
 
@@ -168,21 +164,19 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
     options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
     answers = pool.run(refused_on_rank, tmp_path / "out", config, options, world_size=2)
     rows = shared.metrics_of(tmp_path / "out")
-    assert not any("docs-per-step" in threads for _, threads in answers)
     if docs_per_step == 8:
         expected = "EmptyStep: the step has 8 samples and not a single unmasked token"
-        assert all(error.startswith(expected) and "give it more samples" in error for error, _ in answers)
+        assert all(error.startswith(expected) and "give it more samples" in error for error in answers)
         assert [row["num_documents"] for row in rows] == [8, 8] and not (tmp_path / "out" / "checkpoints").exists()
     else:
-        assert [error for error, _ in answers] == ["", ""]
+        assert answers == ["", ""]
         for name in ("num_documents", "policy/num_documents"):
             assert [row[name] for row in rows] == [24, 24, 4]
         assert rows[0]["num_tokens"] == sum(int(sample.loss_mask.sum()) for sample in batches[0].samples)
 
 
 def refused_on_rank(rank, output_dir, config, options):
-    error = error_of(lambda: shared.run_loop(output_dir, config, options))
-    return error, [thread.name for thread in threading.enumerate()]
+    return error_of(lambda: shared.run_loop(output_dir, config, options))
 
 
 # The loop in the ranks of a pool
@@ -195,19 +189,7 @@ CONFIG = PolicyLossConfig(
 
 def run_on_rank(rank, output_dir, config, options, resume=False):
     outcome, weights = shared.run_loop(output_dir, config, options, resume=resume)
-    return outcome.progress, weights, [thread.name for thread in threading.enumerate()]
-
-
-def run_one_step_on_rank(rank, *given):
-    with mock.patch.object(StopRule, "should_stop", lambda *_: True):
-        return run_on_rank(rank, *given)
-
-
-def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
-    """The next step is being read when the time is over: a thread in a group of ranks that is destroyed would abort them."""
-    options = {"rollouts": str(ragged), "micro_batch_size": 2}
-    for progress, _, threads in pool.run(run_one_step_on_rank, tmp_path, CONFIG, options, world_size=2):
-        assert progress.num_steps == 1 and "docs-per-step" not in threads
+    return outcome.progress, weights
 
 
 def steps_on_rank(rank, path, config, micro_batch_size):
@@ -215,10 +197,10 @@ def steps_on_rank(rank, path, config, micro_batch_size):
     trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
     options = TrainOptions(micro_batch_size=micro_batch_size, rollouts=path)
     found = []
-    with DocumentSteps(trainer, options, config) as documents:
-        for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
-            metrics = trainer.step(measured(trainer, step.microbatches))
-            found.append((step.samples, [len(part) for part in step.microbatches], metrics))
+    documents = DocumentSteps(trainer, options, config)
+    for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
+        metrics = trainer.step(measured(trainer, step.microbatches))
+        found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()
 
 
@@ -300,7 +282,7 @@ def test_short_micro_batches_do_not_dominate(pool, tmp_path):
 
 
 def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(pool, tmp_path):
-    """Sampling is a collective of all ranks, so no thread runs; the first step of a rollout is on-policy and the next ones are not.
+    """The first step of a rollout is on-policy and the next ones are not.
     Two ranks sample and train what one does. A last step holds what is left: 12 and 4 of 16 documents."""
     options = {"num_rollouts": 2, "micro_batch_size": 4}
     for name, docs_per_step, world_size in (("one", 9, 1), ("even", 8, 1), ("two", 8, 2)):
@@ -308,7 +290,7 @@ def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(po
             policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=docs_per_step
         )
         answers = pool.run(run_on_rank, tmp_path / name, config, options, world_size=world_size)
-        assert all(progress.samples_seen == 32 and "docs-per-step" not in threads for progress, _, threads in answers)
+        assert all(progress.samples_seen == 32 for progress, _ in answers)
     rows = shared.metrics_of(tmp_path / "one")
     assert [row["num_documents"] for row in rows] == [12, 4] * 2 and [row["rollout"] for row in rows] == [0, 0, 1, 1]
     assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32]
@@ -323,7 +305,7 @@ def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_
     options = {"rollouts": str(ragged), "num_rollouts": 2, "steps_per_rollout": 1}
     pool.run(run_on_rank, tmp_path, static, options, world_size=1)
     options = {"rollouts": str(ragged), "micro_batch_size": 2}
-    progress = [found for found, _, _ in pool.run(run_on_rank, tmp_path, CONFIG, options, True, world_size=2)]
+    progress = [found for found, _ in pool.run(run_on_rank, tmp_path, CONFIG, options, True, world_size=2)]
     assert progress[0] == progress[1]
     assert (progress[0].samples_seen, progress[0].num_rollouts) == (NUM_DOCUMENTS, 6)
     assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"

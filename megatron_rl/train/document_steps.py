@@ -1,7 +1,7 @@
 """The steps of a run with --docs-per-step, from sampled rollouts or from a file, and a run's position in its file.
 
 A sampled rollout's steps end with it, and the last may be smaller; all are assembled before the first one moves the policy. A file
-is one stream: steps go on from rollout to rollout, and the next is read in a thread while this one trains. Each rank reads alone.
+is one stream: steps go on from rollout to rollout. Each rank reads alone.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import Group, all_gather_stack, group_device
-from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
+from megatron_rl.layout.groups import all_gather_stack, group_device
 from megatron_rl.megatron.schedule import microbatch_multiple
-from megatron_rl.rollout_groups import rollouts_of
-from megatron_rl.train.accumulation import AccumulatedStep, AccumulationSettings, Deal, StepAccumulator, make_accumulation_group
+from megatron_rl.train.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups
+from megatron_rl.train.rollouts import AnySample, RolloutBatch, Sample, cut_at_rollouts, prompt_groups, rollouts_of
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 
@@ -32,24 +30,19 @@ NUMBER_BITS = 20
 
 
 class DocumentSteps:
-    """Every rank makes one, and ends the `with` before torch.distributed is destroyed.
-
-    Communication: make_accumulation_group's in the constructor, and StepAccumulator's for each rollout, or for the whole file.
-    """
+    """Every rank makes one. Communication: StepAccumulator's for each rollout, or for the whole file."""
 
     def __init__(self, trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig):
         self._options, self._dp = options, trainer.groups.dp
         self._settings = AccumulationSettings.of(config, microbatch_multiple=microbatch_multiple(trainer.model.config))
         self._deal = Deal(self._dp.size(), options.micro_batch_size)
-        self._group: Group | None = make_accumulation_group(self._dp, timeout=COLLECTIVE_TIMEOUT)
         self._file_steps: StepAccumulator | None = None
         self._place: dict = {}
 
     def of_rollout(self, own: RolloutBatch) -> list[AccumulatedStep]:
         """The steps of a sampled rollout, of which this data-parallel rank holds whole prompt groups."""
         stream = self._deal.cut_share(prompt_groups(own.samples))
-        with StepAccumulator(stream, self._settings, dp_group=self._dp, group=self._group, prefetch=False) as steps:
-            return list(steps)
+        return list(StepAccumulator(stream, self._settings, dp_group=self._dp))
 
     def of_file(self, rollouts: ReplayedRollouts, *, first_rollout: int, state: dict | None) -> Iterator[AccumulatedStep]:
         """The steps of a file. state: from state_dict(), under the same deal; None: the steps begin with first_rollout.
@@ -68,7 +61,6 @@ class DocumentSteps:
             stream_of_rank(batches, self._deal, self._dp.rank()),
             self._settings,
             dp_group=self._dp,
-            group=self._group,
             state=self._place.get("accumulator"),
         )
         return self._file_steps
@@ -95,13 +87,25 @@ class DocumentSteps:
         means = {name: sums[2 * n] / sums[2 * n + 1] for n, name in enumerate((REWARD, LENGTH, WITHOUT_SIGNAL))}
         return means, int(max(lasts))
 
-    def __enter__(self) -> DocumentSteps:
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._file_steps is not None:
-            self._file_steps.close()
-        self._file_steps = self._group = None
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Deals whole prompt groups to the data-parallel ranks in turn, and cuts each rank's share into micro-batches."""
+
+    dp_size: int
+    micro_batch_size: int | None
+    """None: a micro-batch is a prompt group."""
+
+    def cut(self, groups: Sequence[list[AnySample]], first_rank: int = 0) -> list[list[list[AnySample]]]:
+        """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
+        shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
+        return [self.cut_share(share) for share in shares]
+
+    def cut_share(self, groups: Sequence[list[AnySample]]) -> list[list[AnySample]]:
+        """The micro-batches of one rank's prompt groups."""
+        if self.micro_batch_size is None:
+            return list(groups)
+        return cut_at_rollouts(list(itertools.chain.from_iterable(groups)), self.micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,6 @@ from megatron_rl.layout.groups import (
     group_device,
     resolve_group,
 )
-from megatron_rl.layout.noise import INCREMENT, hash_of, logical_shift, scramble, signed
 from megatron_rl.megatron.head import HeadInputs, HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import forward_only, recording
@@ -40,6 +39,10 @@ from megatron_rl.train.sampling_filter import KeptTokens, kept_by_top_p
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Bits of the hash that become a uniform number. With the added half, which excludes 0 and 1, they fill a float64's 53 bits.
 UNIFORM_BITS = 52
+# splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+INCREMENT = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,3 +263,29 @@ def gumbel_noise(
     hashes = scramble(states[:, None] + (columns + 1)[None, :] * signed(INCREMENT))
     uniform = logical_shift(hashes, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
     return uniform.log_().neg_().log_().neg_().float()
+
+
+def hash_of(*parts: int | Tensor) -> Tensor:  # int64, of one shape -> that shape
+    """A hash of the parts in their order. A number is the part of each element."""
+    states = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        states = scramble((states + signed(INCREMENT)) ^ (part if isinstance(part, Tensor) else signed(part)))
+    return states
+
+
+def scramble(words: Tensor) -> Tensor:
+    """The finaliser of splitmix64: an input bit flips each output bit with probability near 1/2. int64 wraps."""
+    for shift, multiplier in zip(SHIFTS[:2], MULTIPLIERS, strict=True):
+        words = (words ^ logical_shift(words, shift)) * signed(multiplier)
+    return words ^ logical_shift(words, SHIFTS[2])
+
+
+def logical_shift(words: Tensor, shift: int) -> Tensor:
+    """Shift to the right that brings in zeros; torch's own brings in copies of the sign."""
+    return (words >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def signed(value: int) -> int:
+    """The int64 with the low 64 bits of value."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >> 63 else value

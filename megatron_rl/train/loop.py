@@ -149,8 +149,8 @@ class TrainingRun:
             StopSignals() as signals,
             self._make_writer() if self._is_first_rank else contextlib.nullcontext() as self._writer,
             make_bar(total, self._progress.num_steps, is_shown=self._is_first_rank) as self._bar,
-            contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
+            self._documents = None if is_static else DocumentSteps(self._trainer, options, self._config)
             stop = StopRule(signals, options.target_reward, self._start.recent_rewards)
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)

@@ -29,8 +29,7 @@ from torch import Tensor
 from megatron_rl.errors import DataError
 from megatron_rl.files.json_values import finished_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.rollout_groups import rollouts_of
-from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups
+from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups, rollouts_of
 
 # float32 logits of size 1e4 are 1e-3 apart: rounding may lift the log of a probability of 1 by that, and not by ten times that.
 LARGEST_LOG_PROB = 1e-2

@@ -7,16 +7,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError
-from megatron_rl.rollout_groups import rollouts_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.layout.sampling_support import SamplingSupport
 
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
 DEVIATION_FLOOR = 1e-6
@@ -32,15 +30,15 @@ class Prompt:
     """For the reward: the line of the prompts file, or what the task put there."""
 
 
-# The tensors of a sample -> their dtype. By name, because `train --help` answers without torch.
+# The tensors of a sample -> their dtype.
 TENSORS = {
-    "tokens": "int64",
-    "loss_mask": "bool",
-    "old_log_probs": "float32",
-    "ref_log_probs": "float32",
-    "rollout_log_probs": "float32",
-    "kept_mass": "float32",
-    "routes": "int16",
+    "tokens": torch.int64,
+    "loss_mask": torch.bool,
+    "old_log_probs": torch.float32,
+    "ref_log_probs": torch.float32,
+    "rollout_log_probs": torch.float32,
+    "kept_mass": torch.float32,
+    "routes": torch.int16,
 }
 
 
@@ -86,15 +84,11 @@ class Sample:
         return self.index
 
     def __post_init__(self) -> None:
-        import torch
-
         for name, dtype in TENSORS.items():
             values = getattr(self, name)
             if isinstance(values, list):
-                object.__setattr__(self, name, torch.tensor(values, dtype=getattr(torch, dtype)))
+                object.__setattr__(self, name, torch.tensor(values, dtype=dtype))
         if isinstance(self.kept_ids, list):
-            from megatron_rl.layout.sampling_support import SamplingSupport
-
             object.__setattr__(self, "kept_ids", SamplingSupport.from_lists(self.kept_ids))
 
 
@@ -186,6 +180,25 @@ def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     return list(groups.values())
 
 
+def rollouts_of(samples: Sequence[AnySample]) -> list[list[AnySample]]:
+    """The samples of each rollout, in the order of their first samples."""
+    rollouts: dict[object, list[AnySample]] = {}
+    for place, sample in enumerate(samples):
+        rollouts.setdefault((None, place) if sample.rollout_id is None else sample.rollout_id, []).append(sample)
+    return list(rollouts.values())
+
+
+def cut_at_rollouts(samples: Sequence[AnySample], size: int) -> list[list[AnySample]]:
+    """Micro-batches of at most `size` samples, in their order. The samples of one rollout stay together: a rollout that is larger
+    makes a larger micro-batch, and its samples come where the first of them is."""
+    parts: list[list[AnySample]] = []
+    for rollout in rollouts_of(samples):
+        if not parts or len(parts[-1]) + len(rollout) > size:
+            parts.append([])
+        parts[-1] += rollout
+    return parts
+
+
 def mean_reward(samples: Sequence[AnySample]) -> float:
     """Over rollouts: a rollout of several samples has one reward."""
     rewards = [rollout[0].reward for rollout in rollouts_of(samples)]
@@ -225,8 +238,6 @@ def partition(samples: Sequence[SampleHeader], dp_rank: int, micro_batch_size: i
     samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups. The samples of one
     rollout stay in one micro-batch where they are on one rank.
     """
-    from megatron_rl.train.accumulation import cut_at_rollouts  # it needs torch, and `train --help` does not
-
     of_ranks: dict[int, list[SampleHeader]] = {dp_rank: []}
     for sample in samples:
         of_ranks.setdefault(sample.dp_rank, []).append(sample)
