@@ -86,11 +86,15 @@ def rows_of_bounds() -> list[str]:
     """Of each correction, what is taken and what is required at each of its levels."""
     lines = [f"| kind | {' | '.join(CorrectionLevel)} |\n|---|{'---|' * len(CorrectionLevel)}\n"]
     for kind in map(CORRECTIONS.find, CORRECTIONS.names()):
-        required = "both are required" if len(kind.required_bounds) > 1 else f"{kind.required_bounds[0]} is required, low is 0"
-        published = {level: f"[{low:g}, {high:g}]" for level, (low, high) in kind.published_bounds.items()}
-        cells = [published.get(level, required) if level in kind.levels else "refused" for level in CorrectionLevel]
+        cells = ["refused" if level not in kind.bounds else bounds_in_words(*kind.bounds[level]) for level in CorrectionLevel]
         lines.append(f"| `{kind.name}` | {' | '.join(cells)} |\n")
     return lines
+
+
+def bounds_in_words(low: float | None, high: float | None) -> str:
+    if high is None:
+        return "both are required" if low is None else f"high is required, low is {low:g}"
+    return f"[{low:g}, {high:g}]"
 
 
 def with_guide(page: str, table: str, head: str, rows: dict[str, tuple[str, str, str]]) -> str:

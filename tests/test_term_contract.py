@@ -33,7 +33,7 @@ from megatron_rl.weights import loss_aggregation_names
 
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 BOTH = pytest.mark.parametrize("registry", [KL_ESTIMATORS, CORRECTIONS], ids=lambda registry: registry.kind)
-KINDS = [(name, level) for name in CORRECTIONS.names() for level in CORRECTIONS.find(name).levels]
+KINDS = [(name, level) for name in CORRECTIONS.names() for level in CORRECTIONS.find(name).bounds]
 # Both sides of each are met by the ratios below.
 BOUNDS = {CorrectionLevel.TOKEN: (0.8, 1.3), CorrectionLevel.SEQUENCE_MEAN: (0.96, 1.06), CorrectionLevel.SEQUENCE_SUM: (0.7, 1.5)}
 
@@ -187,14 +187,15 @@ def test_bounds_are_those_of_the_declaration(name):
     kind = CORRECTIONS.find(name)
     for level in CorrectionLevel:
         problems = list(CorrectionSettings(kind=name, level=level).problems())
-        if level in kind.published_bounds:
-            assert not problems and CorrectionSettings(kind=name, level=level).bounds == kind.published_bounds[level]
-        elif level in kind.levels:
-            assert all(f"--importance-correction-{bound}" in problems[0] for bound in kind.required_bounds)
+        if None not in kind.bounds.get(level, (None,)):
+            assert not problems and CorrectionSettings(kind=name, level=level).bounds == kind.bounds[level]
+        elif level in kind.bounds:
+            missing = [bound for bound, usual in zip(("low", "high"), kind.bounds[level], strict=True) if usual is None]
+            assert all(f"--importance-correction-{bound}" in problems[0] for bound in missing)
         else:
             assert problems == [
                 f"importance_correction={name} does not act at level {level}: choose "
-                + " or ".join(f"--importance-correction-level {one}" for one in kind.levels)
+                + " or ".join(f"--importance-correction-level {one}" for one in kind.bounds)
             ]
 
 
@@ -240,7 +241,7 @@ def test_a_corrected_step_is_the_same_on_every_layout(assert_layout_invariant, n
     assert_layout_invariant(Corrected(name, level, delta, "torch"), layouts=CP_AND_DP)
 
 
-@pytest.mark.parametrize(("name", "level"), [(name, CORRECTIONS.find(name).levels[-1]) for name in CORRECTIONS.names()])
+@pytest.mark.parametrize(("name", "level"), [(name, [*CORRECTIONS.find(name).bounds][-1]) for name in CORRECTIONS.names()])
 @pytest.mark.kernel
 @pytest.mark.interpreter
 @NEEDS_TRITON
@@ -488,12 +489,11 @@ def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_pat
         (lambda: register_kl_estimator("")(negated), "must be a non-empty string"),
         (lambda: register_correction("own")(lambda ratios: ratios), r"must accept \(ratios, low, high\)"),
         (lambda: register_correction("tis")(halved), "'tis' is already registered by megatron_rl.losses.corrections"),
-        (lambda: register_correction("own", levels=("turn",)), r"levels=\('turn',\) .* must be a tuple of token, sequence_mean"),
         (
-            lambda: register_correction("own", required_bounds=("top",)),
-            r"required_bounds=\('top',\) .* must be a tuple of low, high",
+            lambda: register_correction("own", bounds={"turn": (0, 2)}),
+            r"bounds=\{'turn': \(0, 2\)\} .* must be of levels, token, seq",
         ),
-        (lambda: register_correction("own", published_bounds={"token": (2.0, 3.0)}), r"are \(2.0, 3.0\): they must hold 1"),
+        (lambda: register_correction("own", bounds={}), r"bounds=\{\} .* must be of levels, token, sequence_mean"),
         (lambda: register_correction("own", weigh_tokens=abs), "acts at levels of samples: leave token out"),
     ],
 )

@@ -157,7 +157,7 @@ def corrections_of(at: Reader) -> dict[str, Given]:
     kind = KINDS[truncation]
     return {
         "importance_correction": Given(f"{WEIGHTS}=true", kind),
-        "importance_correction_level": Given(TRUNCATION, CORRECTIONS.find(kind).levels[0]),
+        "importance_correction_level": Given(TRUNCATION, next(iter(CORRECTIONS.find(kind).bounds))),
         "importance_correction_low": Given(LOWER_BOUND, at.number(LOWER_BOUND) or 0.0),
         "importance_correction_high": Given(BOUND, LARGEST_RATIO if truncation is None else at.number(BOUND)),
     }

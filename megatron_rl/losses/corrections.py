@@ -26,7 +26,9 @@ from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.ops.ratios import bounded_exp
 
-BOUNDS = ("low", "high")
+# Level -> the usual (low, high) of w there; None: it has to be given.
+Bounds = Mapping[str, tuple[float | None, float | None]]
+GIVEN: Bounds = dict.fromkeys(CorrectionLevel, (None, None))
 _EXAMPLES: dict[str, str] = {
     CorrectionLevel.TOKEN: "a first try is [0.5, 2]",
     CorrectionLevel.SEQUENCE_MEAN: "a first try is [0.99, 1.01], because the mean over a sample moves little",
@@ -52,9 +54,7 @@ class CorrectionKind:
 
     name: str
     function: Callable[..., Any]
-    levels: tuple[str, ...]
-    required_bounds: tuple[str, ...]
-    published_bounds: Mapping[str, tuple[float, float]] = field(hash=False)
+    bounds: Bounds = field(hash=False)
     weigh_tokens: Callable[..., Any] | None
 
 
@@ -64,9 +64,7 @@ CORRECTIONS: Registry[CorrectionKind] = Registry("importance correction", "regis
 def register_correction(
     name: str,
     *,
-    levels: tuple[str, ...] = tuple(CorrectionLevel),
-    required_bounds: tuple[str, ...] = BOUNDS,
-    published_bounds: Mapping[str, tuple[float, float]] | None = None,
+    bounds: Bounds = GIVEN,
     weigh_tokens: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: registers a function as the importance correction `name`. The package knows nothing else of it.
@@ -77,44 +75,30 @@ def register_correction(
     The function is elementwise, and its weights are constants for the gradient. The package does the rest: sums over samples and cp
     ranks, mask, gradient, metrics, every backend, head and host.
 
-    levels: where it acts, of CorrectionLevel.
-    published_bounds: level -> (low, high), taken where a flag is not given.
-    required_bounds: of "low" and "high", those that must be given at a level without published ones. Else low is 0, high inf.
+    bounds: each level where it acts -> (low, high), taken where a flag is not given; None: the flag must be given.
     weigh_tokens: fn(ratios [T]) -> weights [T]: at a level of samples each token has this factor besides. None: it has none.
     Raises ConfigError when another function has the name, or when the declaration or a signature is wrong.
     """
     CORRECTIONS.check_name(name)
     kind = CORRECTIONS.kind
-    published = dict(published_bounds or {})
-    for field_name, values, known in (
-        ("levels", levels, tuple(CorrectionLevel)),
-        ("required_bounds", required_bounds, BOUNDS),
-        ("published_bounds", tuple(published), levels),
-    ):
-        if not isinstance(values, tuple) or any(value not in known for value in values):
-            raise ConfigError(f"{field_name}={values!r} of {kind} {name!r} must be a tuple of {', '.join(known)}")
-    for level, bounds in published.items():
-        if not bounds[0] <= 1 <= bounds[1]:
-            raise ConfigError(f"published_bounds of {kind} {name!r} at level {level} are {bounds}: they must hold 1")
-    if weigh_tokens is not None and CorrectionLevel.TOKEN in levels:
-        raise ConfigError(f"weigh_tokens of {kind} {name!r} acts at levels of samples: leave token out of levels={levels}")
+    unknown = [level for level in bounds if level not in tuple(CorrectionLevel)]
+    if unknown or not bounds:
+        raise ConfigError(f"bounds={bounds!r} of {kind} {name!r} must be of levels, {', '.join(CorrectionLevel)}")
+    if weigh_tokens is not None and CorrectionLevel.TOKEN in bounds:
+        raise ConfigError(f"weigh_tokens of {kind} {name!r} acts at levels of samples: leave token out of bounds")
 
     def decorate(function: Function) -> Function:
-        check_signature(kind, name, function, ("ratios", *BOUNDS))
+        check_signature(kind, name, function, ("ratios", "low", "high"))
         if weigh_tokens is not None:
             check_signature(f"weigh_tokens of {kind}", name, weigh_tokens, ("ratios",))
-        record = CorrectionKind(name, function, tuple(map(str, levels)), required_bounds, published, weigh_tokens)
-        CORRECTIONS.add(name, record)
+        CORRECTIONS.add(name, CorrectionKind(name, function, bounds, weigh_tokens))
         return function
 
     return decorate
 
 
-@register_correction(
-    "tis",
-    published_bounds={CorrectionLevel.TOKEN: (0.0, 2.0)},  # the default of verl, miles and slime
-    required_bounds=("high",),
-)
+# At level token the default of verl, miles and slime.
+@register_correction("tis", bounds=dict.fromkeys(CorrectionLevel, (0.0, None)) | {CorrectionLevel.TOKEN: (0.0, 2.0)})
 def tis(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     """w, clamped to the bounds.
 
@@ -135,21 +119,21 @@ def mask(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     return CorrectionValue(is_kept.to(ratios.dtype), is_kept)
 
 
-@register_correction("icepop", published_bounds={CorrectionLevel.TOKEN: (0.5, 5.0)})  # Ring-1T
+@register_correction("icepop", bounds={**GIVEN, CorrectionLevel.TOKEN: (0.5, 5.0)})
 def icepop(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     """w inside the bounds, 0 outside.
 
     Ring-1T, arXiv:2510.18855.
     Use it when a few tokens of a mixture of experts differ very much.
     """
-    inside = mask(ratios, low, high)
-    return CorrectionValue(torch.where(inside.weights > 0, ratios, 0.0), inside.is_kept)
+    is_kept = (low <= ratios) & (ratios <= high)
+    return CorrectionValue(torch.where(is_kept, ratios, 0.0), is_kept)
 
 
 @register_correction(
     "seq_mask_tis",
-    levels=(CorrectionLevel.SEQUENCE_MEAN, CorrectionLevel.SEQUENCE_SUM),
-    published_bounds={CorrectionLevel.SEQUENCE_MEAN: (0.999, 1.002)},  # NeMo-RL's recipe of ProRL v2.1
+    # NeMo-RL's recipe of ProRL v2.1.
+    bounds={CorrectionLevel.SEQUENCE_MEAN: (0.999, 1.002), CorrectionLevel.SEQUENCE_SUM: (None, None)},
     weigh_tokens=lambda ratios: ratios,  # of the token, without bounds
 )
 def seq_mask_tis(ratios: Tensor, low: float, high: float) -> CorrectionValue:
@@ -216,10 +200,10 @@ class CorrectionSettings:
     @property
     def bounds(self) -> tuple[float, float]:
         """(low, high) of w. Call it where `problems` finds none."""
-        low, high = 0.0, math.inf
-        if self.has_factor:
-            low, high = CORRECTIONS.find(self.kind).published_bounds.get(self.level, (low, high))
-        return (low if self.low is None else self.low, high if self.high is None else self.high)
+        low, high = CORRECTIONS.find(self.kind).bounds[self.level] if self.has_factor else (0.0, math.inf)
+        low, high = low if self.low is None else self.low, high if self.high is None else self.high
+        assert low is not None and high is not None
+        return low, high
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the settings, each with its remedy. A field may hold a value of any type."""
@@ -251,15 +235,16 @@ class CorrectionSettings:
                 if value is not None:
                     yield f"{name}={value} has no effect without a correction: remove it, or choose --importance-correction"
             return
-        if self.level not in declared.levels:
-            levels = " or ".join(f"--importance-correction-level {level}" for level in declared.levels)
+        if self.level not in declared.bounds:
+            levels = " or ".join(f"--importance-correction-level {level}" for level in declared.bounds)
             yield f"importance_correction={self.kind} does not act at level {self.level}: choose {levels}"
             return
         if wrong:
             return
-        required = [f"importance_correction_{bound}" for bound in declared.required_bounds]
-        needed = [name for name, value in given.items() if value is None and name in required]
-        if needed and self.level not in declared.published_bounds:
+        needed = [
+            name for name, usual in zip(given, declared.bounds[self.level], strict=True) if given[name] is None and usual is None
+        ]
+        if needed:
             flags = " and ".join("--" + name.replace("_", "-") for name in needed)
             yield (
                 f"importance_correction={self.kind} at level {self.level} needs {flags}: recipes do not agree on a value; "
@@ -267,11 +252,7 @@ class CorrectionSettings:
             )
             return
         low, high = self.bounds
-        if low > high:
-            yield f"importance_correction_low={low:g} is above importance_correction_high={high:g}: no ratio lies between them"
-        elif high == 0:
-            yield "importance_correction_high=0 leaves no token a weight: give a bound above 0"
-        elif high > LARGEST_RATIO or 0 < low < 1 / LARGEST_RATIO:
+        if high > LARGEST_RATIO or 0 < low < 1 / LARGEST_RATIO:
             yield (
                 f"importance_correction bounds [{low:g}, {high:g}] lie outside of e^-20 to e^20, at which ratios are bounded "
                 "before they are compared: take narrower ones, or 0 for no lower bound"
