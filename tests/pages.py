@@ -69,8 +69,11 @@ def with_tables(text: str, tables: dict[str, Iterable[str]]) -> str:
 
 def of_losses() -> str:
     """The page with its table as the docstrings of the losses have it."""
-    what = {name: inspect.getdoc(get_policy_loss(name).function) for name in policy_loss_names()}
-    rows = {f"[`{name}`](#{ANCHORS.get(name, name.replace('_', '-'))})": guide_of(name, doc) for name, doc in what.items()}
+    functions = {name: get_policy_loss(name).function for name in policy_loss_names()}
+    rows = {
+        f"[`{name}`](../{function.__module__.replace('.', '/')}.py)": guide_of(name, str(inspect.getdoc(function)))
+        for name, function in functions.items()
+    }
     return with_guide("docs/losses.md", "losses", "loss | what it does", rows)
 
 
@@ -106,10 +109,6 @@ def with_guide(page: str, table: str, head: str, rows: dict[str, tuple[str, str,
 def of_kernels() -> str:
     """The page with the figures of the machine code that two versions of Triton make."""
     return with_tables(kernel_tables.PAGE.read_text(encoding="utf-8"), kernel_tables.tables())
-
-
-# Losses that share a section of the page.
-ANCHORS = {"dppo_tv": "dppo", "dppo_kl": "dppo", "reinforce": "reinforce-and-topr", "topr": "reinforce-and-topr"}
 
 
 def guide_of(name: str, docstring: str) -> tuple[str, str, str]:

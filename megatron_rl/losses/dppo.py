@@ -48,7 +48,8 @@ def dppo_tv(
     Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, the binary approximation (sampled
     token against all others) of total variation, with a truncated ratio. The objective (equation 12) has no truncation, and its
     value is -w_t A_t without log_probs_t; below the truncation the gradient is the same. 20 is the fallback of verl's function; the
-    bounds are from appendix C.1. The ratio is bounded to e^+-20 before it is truncated.
+    bounds are from appendix C.1. The paper sums over the tokens of a response: that is the aggregation `constant`. The ratio is
+    bounded to e^+-20 before it is truncated.
     Use it when sampler and trainer differ: the paper shows that the ratio of a small probability is mostly noise.
     """
     pi, mu = probabilities(log_ratio, log_probs)
