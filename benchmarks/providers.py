@@ -329,7 +329,7 @@ def fused(
     def prepare(problem: HeadProblem) -> Step:
         case, weight = problem.case, torch.nn.Parameter(problem.weight)
         options = {"metrics": metrics, "fp32_logits": fp32_logits, "max_logits_bytes": max_logits_bytes or MAX_LOGITS_BYTES}
-        options |= {"document_lengths": problem.lengths, "token_counts": problem.token_counts}
+        options |= {"token_counts": problem.token_counts}
         options |= {"tp_group": SINGLE, "cp_group": SINGLE, "check_ranks": False}
         if into_main_grad:
             weight.main_grad = problem.main_grad = torch.zeros_like(weight, dtype=torch.float32)

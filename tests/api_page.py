@@ -19,12 +19,10 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             *("grpo_loss", "gspo_loss", "PolicyLossOutput", "AssumedScale", "importance_correction"),
             *("CorrectionSettings", "SamplingSupport"),
         ),
-        "megatron_rl.policy_loss.settings": ("LogitsLossKeywords", "LossKeywords"),
-        "megatron_rl.policy_loss": ("policy_loss", "loss_of_log_probs"),
+        "megatron_rl.policy_loss": ("policy_loss", "loss_of_log_probs", "LossOptions", "LossBatch"),
     },
     "Losses from hidden states": {
         "megatron_rl": ("linear_policy_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_log_probs"),
-        "megatron_rl.policy_loss.settings": ("LinearLossKeywords",),
     },
     "Log-probabilities": {"megatron_rl": ("vocab_parallel_log_probs", "bounded_exp")},
     "Losses and aggregations of your own": {
@@ -63,7 +61,6 @@ memory and examples. A wrong setting raises ConfigError, and wrong data DataErro
 SAID_BY_THE_HEAD = ("Raises: ConfigError.", "Raises: DataError.", "Raises: ConfigError and DataError.")
 # Where a reader finds arguments or fields that the page does not repeat.
 DECLARED_ELSEWHERE = {
-    "LinearLossKeywords": "Its fields are those of LossKeywords, and those of [linear_policy_loss](#linear_policy_loss) above.",
     "WatchdogState": "`WatchdogState()` begins a run.",
     "PolicyLossConfig": "Its fields are the [flags](arguments.md).",
     "grpo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",

@@ -12,6 +12,7 @@ from helpers import CLIP, Batch, random_batch, without_needless_clip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.ops.linear_schedule import WorkItem
 from megatron_rl.policy_loss import policy_loss
 
 HIDDEN_SIZE, VOCAB_SIZE = 6, 16
@@ -180,3 +181,10 @@ class Seen(TorchDispatchMode):
 def seen(case: HeadBatch) -> Iterator[Seen]:
     with Seen(case.hidden.shape[1], case.weight.shape[0]) as mode:
         yield mode
+
+
+def plan_of(item: WorkItem) -> str:
+    """How the chunks of an item are computed."""
+    if len(item.chunks) <= 1:
+        return "in-chunk"
+    return "scale-last" if item.is_shared else "two-pass"

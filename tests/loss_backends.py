@@ -64,9 +64,9 @@ class LossBackend:
         """Documents of a few tokens then have several blocks."""
         if self.name != "triton":
             return contextlib.nullcontext()
-        from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
+        from megatron_rl.policy_loss.reduce_triton import reduce_triton
 
-        return mock.patch.dict(reduce_loss_triton.__wrapped__.__kwdefaults__, block=4)
+        return mock.patch.dict(reduce_triton.__wrapped__.__kwdefaults__, block=4)
 
     def to(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(self.device, self.dtype)

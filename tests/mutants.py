@@ -107,7 +107,6 @@ JUDGES = {
     "losses/kl": "clipping term_contract kl_estimators generated_steps",
     "losses/corrections.py": "corrections term_contract generated_steps",
     "declare.py": "declare term_contract own_losses",
-    "policy_loss/host_copies.py": "linear_losses linear_parallel synchronisation",
     "ops/support_triton.py": "sparse_head",
     "ops/unit_gradient_triton.py": "unit_gradient",
     "ops/backends.py": "one_read log_probs_triton",

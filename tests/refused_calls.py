@@ -147,7 +147,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("labels", torch.zeros(4, dtype=INT64)),
         *each("vocab_size", 17),
         *each("max_logits_bytes", 63),
-        *each("document_lengths", [2], [2, 4], torch.tensor([2, 3])),
         *each("loss_scale", 0.0, math.nan, "8", torch.ones(2)),
         *each("advantages", torch.arange(5.0)),
         *each("sampling_support", [[0]] * 5, SamplingSupport.from_lists([[0, 2]] * 4 + [[1, 2]])),

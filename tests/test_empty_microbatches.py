@@ -54,8 +54,7 @@ def outcome(door: str, kind: str, rows: int, correction: str, has_all: bool, bac
     else:
         sizes = ((rows, H), (width, H))
         leaves = [torch.randn(*size, dtype=dtype, device=device).requires_grad_() for size in sizes]
-        lengths = [] if has_all else None
-        output = linear_policy_loss(kind, *leaves, labels.to(device), *packed, **options, document_lengths=lengths)
+        output = linear_policy_loss(kind, *leaves, labels.to(device), *packed, **options)
     output.loss.backward()
     numbers = [output.loss.item(), output.policy_loss.item(), *(float(leaf.grad.abs().sum()) for leaf in leaves)]
     if any(numbers) or output.num_nonfinite.numel() or output.metrics.values[0]:

@@ -216,11 +216,11 @@ def small_kernels():
         yield
         return
     from megatron_rl.policy_loss import one_read_triton
-    from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
+    from megatron_rl.policy_loss.reduce_triton import reduce_triton
 
     with (
         mock.patch.object(one_read_triton, "one_read_configuration", lambda *sizes: ONE_READ),
-        mock.patch.dict(reduce_loss_triton.__wrapped__.__kwdefaults__, block=4),
+        mock.patch.dict(reduce_triton.__wrapped__.__kwdefaults__, block=4),
     ):
         yield
 
@@ -355,7 +355,6 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
         weight,
         *batch.arguments(),
         **head,
-        document_lengths=[len(step.samples[i].labels) for i in batch.samples] if case.number % 2 else None,
         **options,
     )
     shared = {name: options[name] for name in ("temperature", "vocab_size", "tp_group", "backend")} | head

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import CLIP, Batch
-from linear_cases import HeadBatch, by_logits, on_device, run
+from linear_cases import HeadBatch, by_logits, on_device, plan_of, run
 from torch import Tensor
 
 from megatron_rl.layout import SINGLE
@@ -27,7 +27,6 @@ from megatron_rl.ops.linear_head import (
     hidden_gradient,
 )
 from megatron_rl.ops.linear_log_probs import linear_log_probs
-from megatron_rl.ops.linear_schedule import Plan
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
@@ -43,9 +42,9 @@ ADVANTAGES = [1.0, -0.7, 0.8, 1.0, 0.5, -1.2, 0.0]
 PLANS = {
     "gspo, plans in-chunk and scale-last": ("gspo", {}),
     "gspo with KL and entropy, plans in-chunk and two-pass": ("gspo", {"terms": True}),
-    "grpo, plan row-by-row": ("grpo", {}),
-    "grpo with KL and entropy, plan row-by-row": ("grpo", {"terms": True}),
-    "gspo on-policy, plan row-by-row": ("gspo", {"on_policy": True}),
+    "grpo, plan in-chunk": ("grpo", {}),
+    "grpo with KL and entropy, plan in-chunk": ("grpo", {"terms": True}),
+    "gspo on-policy, plans in-chunk and scale-last": ("gspo", {"on_policy": True}),
 }
 # Relative Frobenius norm. float32: sums of 2056 terms in another order. bfloat16: the logits, their gradient and the result are
 # rounded to 2^-9 each, plan scale-last rounds dX twice.
@@ -132,7 +131,7 @@ def test_each_plan_is_the_logits_path_and_float64(name, dtype, fp32_logits, sche
             assert distance(got.weight_gradient, want.weight_gradient) < GRADIENT_LIMITS[dtype]
         assert not got.hidden_gradient[~mask].any() and got.output.num_nonfinite.sum() == 0
         assert got.hidden_gradient.dtype == got.weight_gradient.dtype == dtype
-    plans = {item.plan for item in schedules[0]}
+    plans = {plan_of(item) for item in schedules[0]}
     assert plans == set(name.replace(",", "").split("plan")[1].replace("s ", "").replace("and", "").split()), plans
 
 
@@ -209,13 +208,13 @@ def sync_call(case: HeadBatch, name: str, *, on_host: bool, with_gradient: bool 
     hidden, weight = case.hidden.clone().requires_grad_(with_gradient), case.weight.clone().requires_grad_(with_gradient)
     positional = (hidden, weight, labels, None if is_on_policy else old, advantages, mask, cu_seqlens, weights)
     keywords = {**CLIP, **options, "tp_group": SINGLE, "cp_group": SINGLE, "token_counts": counts}
-    keywords |= {"document_lengths": [len(document) for document in case.batch.documents], "max_logits_bytes": budget(case, ROWS)}
+    keywords |= {"max_logits_bytes": budget(case, ROWS)}
     return lambda: linear_policy_loss(kind, *positional, **keywords)
 
 
 def waits_of(items: list) -> int:
     """One a chunk for the rows that stay; the early chunks of a scale-last document need none, their coefficient comes last."""
-    return sum(1 if item.plan == Plan.SCALE_LAST else len(item.chunks) for item in items)
+    return sum(1 if plan_of(item) == "scale-last" else len(item.chunks) for item in items)
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["mask and bounds on the host", "on the device"])

@@ -12,7 +12,7 @@ import torch
 from helpers import CLIP
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import budget, by_logits, head_batch, run, worst_error
+from linear_cases import budget, by_logits, head_batch, plan_of, run, worst_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +34,6 @@ from megatron_rl.ops.linear_head import (
     weight_gradient,
 )
 from megatron_rl.ops.linear_schedule import (
-    Plan,
     cut,
     document_bins,
     rows_per_chunk,
@@ -239,20 +238,20 @@ def test_each_document_is_in_one_bin_and_bins_are_full(sizes, capacity):
         pytest.param((12, 2), [(0,), (1,)], True, "two-pass in-chunk", id="a long one with terms"),
         pytest.param((4, 3), [(0, 1)], False, "two-pass", id="a bin that holds more here than on other cp ranks"),
         pytest.param((0, 2), [(0,), (1,)], False, "in-chunk in-chunk", id="FB-25 a bin that is empty here is an item"),
-        pytest.param((), [()], False, "in-chunk", id="no document"),
+        pytest.param((), [], False, "", id="no document"),
     ],
 )
 def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, plans):
     rows = list(torch.arange(sum(counts)).split(counts))
-    items = schedule_documents(bins, rows, 5, has_row_terms=terms)
-    assert " ".join(item.plan for item in items) == plans
-    assert [item.documents for item in items] == bins, "one item for each bin, in their order: every rank meets its reduction"
-    assert sum(item.num_rows for item in items) == sum(counts)
+    items = schedule_documents(bins, rows, 5, is_shared=not terms)
+    assert " ".join(plan_of(item) for item in items) == plans
+    assert len(items) == len(bins), "one item for each bin, in their order: every rank meets its reduction"
+    assert sum(chunk.numel() for item in items for chunk in item.chunks) == sum(counts)
     assert all(chunk.numel() <= 5 for item in items for chunk in item.chunks)
     for item in items:
-        assert len(item.chunks) == -(-item.num_rows // 5), "as few as can be"
+        assert len(item.chunks) == -(-sum(chunk.numel() for chunk in item.chunks) // 5), "as few as can be"
         # Those of the last chunk are not computed again.
-        assert item.plan != Plan.TWO_PASS or item.chunks[-1].numel() == 5
+        assert plan_of(item) != "two-pass" or item.chunks[-1].numel() == 5
 
 
 @given(num_rows=st.integers(0, 200), capacity=st.integers(1, 60))
@@ -265,7 +264,7 @@ def test_chunks_are_as_few_and_as_equal_as_can_be(num_rows, capacity):
     assert len(chunks) == -(-num_rows // capacity)
     assert not chunks or (max(sizes) <= capacity and max(sizes) - min(sizes) <= 1)
     assert torch.equal(torch.cat([*chunks, torch.zeros(0, dtype=torch.int64)]), rows)
-    assert [item.plan for item in schedule_rows(rows, capacity)] == [Plan.ROW_BY_ROW] * len(chunks)
+    assert [plan_of(item) for item in schedule_rows(rows, capacity)] == ["in-chunk"] * len(chunks)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ def local_arguments(run: Run, groups) -> tuple[HeadBatch, list[int], dict]:
         if name in options:
             options[name] = options[name][take]
     if run.deal == "uneven":
-        options["document_lengths"] = LENGTHS
         options["token_counts"] = torch.tensor([int(case.batch.loss_mask[d].sum()) for d in case.batch.documents])
     return HeadBatch(hidden, weight, replace(batch, **pad)), flat, options
 
@@ -194,8 +193,8 @@ def ranks_of(by_layout, layout: str, run: Run) -> list[tuple[int, int, dict]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_are_those_that_are_promised(by_layout, layout):
-    """FB-27: tp one all-gather [rows, 3 or 4] a chunk and one reduction of dX; cp one all-reduce of [N_bin, k] a bin, in the same
-    number on every rank; nothing in backward."""
+    """FB-27: tp one all-gather [rows, 3 or 4] a chunk and one reduction of dX; cp one all-reduce of [N, k], and one a bin, in the
+    same number on every rank; nothing in backward."""
     for run in runs_of(layout):
         ranks = ranks_of(by_layout, layout, run)
         over_cp = [[shape for _, shape, group in result["forward"] if group == "cp"] for _, _, result in ranks]
@@ -215,17 +214,10 @@ def test_collectives_are_those_that_are_promised(by_layout, layout):
             if "tp" not in layout:
                 assert tp == []
         if "cp" in layout:
-            is_free = run.kind == "grpo" or run.on_policy
-            needs_sizes = run.deal != "uneven" and not is_free
-            reductions = over_cp[0][1:] if needs_sizes else over_cp[0]
-            if is_free:
-                assert len(reductions) == (2 if run.on_policy else 1)
-            else:
-                of_bins = [shape for shape in reductions if len(shape) == 2]
-                assert sum(shape[0] for shape in of_bins) == len(LENGTHS)
-                of_results = [shape for shape in reductions if len(shape) == 1]  # after the means of a bin
-                assert of_results == ([shape[:1] for shape in of_bins] if run.kind == BY_TOKENS else [])
-                assert len(reductions) > 1 or run.rows == LARGE
+            is_free = run.kind == "grpo"
+            reductions = over_cp[0] if is_free else over_cp[0][1:]  # sizes first
+            assert {shape[0] for shape in reductions} == {len(LENGTHS)}
+            assert len(reductions) == 1 if is_free else len(reductions) == 2 if run.rows == LARGE else len(reductions) > 2
         else:
             assert over_cp[0] == []
 

@@ -15,14 +15,12 @@ from megatron_rl.config import Backend
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.policy_loss import gspo_loss
-from megatron_rl.policy_loss.api import reducer_of
-from megatron_rl.policy_loss.inputs import prepare_inputs
-from megatron_rl.policy_loss.reduce_torch import LossResult, reduce_loss_torch
-from megatron_rl.policy_loss.settings import LossKeywords, resolve_settings, with_defaults
+from megatron_rl.policy_loss.api import reduce
+from megatron_rl.policy_loss.inputs import LossBatch, LossOptions, checked_options, prepared
+from megatron_rl.policy_loss.reduce_torch import reduce_torch
 
 pytest.importorskip("triton")
-import megatron_rl.policy_loss.reduce_triton as reduce_triton
-from megatron_rl.policy_loss.reduce_triton import document_sums_kernel, reduce_loss_triton
+from megatron_rl.policy_loss.reduce_triton import document_sums_kernel, reduce_triton
 
 pytestmark = pytest.mark.kernel
 # Small, so that documents of a few tokens have several blocks; some of the ratios are clipped.
@@ -91,53 +89,44 @@ def make_tokens(kind: str, lengths=LENGTHS, *, tail: int = TAIL, fully_masked: i
     return tokens
 
 
-def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_group=SINGLE, **asked) -> LossResult:
-    """One twin on what is asked for: per="token", counts, importance, kl, entropy, metrics."""
+def run(reducer, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_group=SINGLE, **asked) -> dict[str, Tensor]:
+    """What a reducer makes of what is asked for, on the CPU: per="token", counts, importance, kl, entropy, metrics."""
     per, to = asked.get("per", "sample"), lambda x: x.to(device)
     loss = get_policy_loss(kind)
-    keywords = {
+    options = LossOptions(
         **clip_for(kind),
-        "loss_parameters": PARAMETERS.get(kind, {}),
-        "rollout_log_probs": to(tokens.old_log_probs) if loss.anchor == "rollout" else None,
-        "token_counts": asked.get("counts"),
-        "advantages_per": per,
-        "importance_weights": to(tokens.importance_weights) if asked.get("importance") else None,
-        "ref_log_probs": to(tokens.ref_log_probs),
-        "regularizer_weights": to(tokens.regularizer_weights),
-        "kl_coefficient": asked.get("kl", 0.0),
-        "entropy_coefficient": asked.get("entropy", 0.0),
-        "metrics": asked.get("metrics", "none"),
-        "check_ranks": False,
-    }
-    options = with_defaults(LossKeywords, loss, keywords)
-    inputs = prepare_inputs(
-        loss,
-        options,
-        SINGLE,
-        num_tokens=tokens.log_probs.numel(),
-        device=to(tokens.log_probs).device,
-        dtype=tokens.log_probs.dtype,
+        loss_parameters=PARAMETERS.get(kind, {}),
+        kl_coefficient=asked.get("kl", 0.0),
+        entropy_coefficient=asked.get("entropy", 0.0),
+        metrics=asked.get("metrics", "none"),
+    )
+    batch = LossBatch(
         old_log_probs=to(tokens.old_log_probs),
         advantages=to(tokens.token_advantages if per == "token" else tokens.advantages),
         loss_mask=to(tokens.loss_mask),
         cu_seqlens=tokens.bounds(),
         token_weights=to(tokens.token_weights),
+        token_counts=asked.get("counts"),
+        importance_weights=to(tokens.importance_weights) if asked.get("importance") else None,
+        ref_log_probs=to(tokens.ref_log_probs),
+        rollout_log_probs=to(tokens.old_log_probs) if loss.anchor == "rollout" else None,
+        regularizer_weights=to(tokens.regularizer_weights),
     )
-    size = {"block": BLOCK} if twin is reduce_loss_triton else {}
-    settings = resolve_settings(loss, options, SINGLE, cp_group, Backend.TRITON)
-    return twin(loss, to(tokens.log_probs), to(tokens.entropy), inputs, settings, **size)
-
-
-def numbers(parts: LossResult) -> dict[str, Tensor]:
-    """What is not None, on the CPU."""
-    found = {field.name: getattr(parts, field.name) for field in fields(parts)}
-    if parts.metric_sums is not None:
-        found["metric_sums"] = parts.metric_sums.values
+    options = replace(checked_options(loss, options, batch, tokens.log_probs), backend=Backend.TRITON, cp_group=cp_group)
+    log_probs = to(tokens.log_probs)
+    size = {"num_tokens": log_probs.numel(), "device": log_probs.device, "dtype": log_probs.dtype}
+    batch = prepared(loss, batch, **size, advantages_per=per)
+    block = {"block": BLOCK} if reducer is reduce_triton else {}
+    output, coefficients = reducer(loss, log_probs, to(tokens.entropy), batch, options, **block)
+    found = {field.name: getattr(output, field.name) for field in fields(output)} | {
+        "c": coefficients.log_probs,
+        "e": coefficients.entropy,
+    }
+    found["metrics"] = None if output.metrics is None else output.metrics.values
     return {name: value.cpu() for name, value in found.items() if value is not None}
 
 
-def assert_equal(got: LossResult, want: LossResult) -> None:
-    got, want = numbers(got), numbers(want)
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert torch.equal(got[name], value), name
@@ -165,18 +154,16 @@ def test_dtypes_and_strides_of_the_callers_tensors_do_not_matter():
     expanded = replace(tokens, importance_weights=torch.ones(1).expand_as(tokens.importance_weights))
     for changed, plain, asked, counts in ((odd, tokens, EVERYTHING, COUNTS), (expanded, ones, {"importance": True}, None)):
         given = {} if counts is None else {"counts": counts}
-        want = run(reduce_loss_triton, "gspo", plain, **asked, **given)
-        assert_equal(run(reduce_loss_triton, "gspo", changed, **asked, **{n: x.int() for n, x in given.items()}), want)
+        want = run(reduce_triton, "gspo", plain, **asked, **given)
+        assert_equal(run(reduce_triton, "gspo", changed, **asked, **{n: x.int() for n, x in given.items()}), want)
 
 
-def test_varying_advantages_are_counted_where_nobody_looks(monkeypatch):
-    """1e-3 in one token; the device counts the whole document, without the CPU's look at it."""
-    for name in ("has_bad_data", "is_any"):
-        monkeypatch.setattr(reduce_triton, name, lambda *arguments: False)
+def test_varying_advantages_are_counted():
+    """1e-3 in one token: the whole document."""
     tokens = make_tokens("gspo")
     varying = tokens.token_advantages.clone()
     varying[next(t for t in tokens.documents()[4] if tokens.loss_mask[t])] += 1e-3
-    found = run(reduce_loss_triton, "gspo", replace(tokens, token_advantages=varying), per="token").num_nonfinite
+    found = run(reduce_triton, "gspo", replace(tokens, token_advantages=varying), per="token")["num_nonfinite"]
     assert found.tolist() == [0, 0, 0, 0, COUNTS[4], 0, 0]
 
 
@@ -184,9 +171,9 @@ def test_a_loss_without_a_twin_launches_no_kernel():
     """A loss that is a function of torch tensors alone is computed in torch, whatever the backend."""
     alone = replace(get_policy_loss("gspo"), triton=None)
     with counted_launches() as launches:
-        got = run(lambda _, *others: reducer_of(alone, others[-1])(alone, *others), "gspo", make_tokens("gspo"))
+        got = run(lambda _, *others: reduce(alone, *others), "gspo", make_tokens("gspo"))
     assert launches == []
-    assert_equal(got, run(reduce_loss_torch, "gspo", make_tokens("gspo")))
+    assert_equal(got, run(reduce_torch, "gspo", make_tokens("gspo")))
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])

@@ -45,7 +45,6 @@ from test_loss_hops import MOST, Hops
 
 import megatron_rl.ops.backends as backends
 import megatron_rl.policy_loss.one_read_triton as one_read
-import megatron_rl.policy_loss.reduce_triton as reduce_triton
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
 pytestmark = pytest.mark.kernel
@@ -249,8 +248,7 @@ def test_a_value_that_is_not_finite_is_found_as_after_two_kernels(monkeypatch):
     if IS_INTERPRETED:
         with chosen(), pytest.raises(DataError, match="document 0 of the micro-batch has 1 unmasked tokens"):
             run("cispo", batch)
-        for name in ("has_bad_data", "is_any"):
-            monkeypatch.setattr(reduce_triton, name, lambda *arguments: False)
+        monkeypatch.setattr("megatron_rl.policy_loss.api.refuse_bad_data", lambda *arguments: None)
     with chosen():
         found, gradient = run("cispo", batch)
         wanted, two_kernels = run("cispo", batch, loss_scale=None)
@@ -333,7 +331,7 @@ def test_two_kernels_stay_without_a_gradient_a_factor_room_or_adjacent_columns()
     with chosen(None) as launches:
         policy_loss("grpo", logits, *batch.arguments(), **options)
     assert "one_read_kernel" not in launches
-    inputs, settings = mock.Mock(correction=None), mock.Mock(tp_group=two_ranks(), cp_group=SINGLE)
+    inputs, settings = mock.Mock(), mock.Mock(tp_group=two_ranks(), cp_group=SINGLE, correction=None)
     with chosen():
         plan = functools.partial(one_read.plan_one_read, is_assumed=False)
         assert plan(get_policy_loss("grpo"), logits, inputs, settings) is None

@@ -287,12 +287,8 @@ REFUSED = [
     ("own_truncated", {**ROLLOUT, "loss_parameters": {"cap": 1.0}}, "no parameter 'cap': its parameters are ratio_cap, scale"),
     ("cispo", {"loss_parameters": {"cap": 1.0}}, "'cispo' has no parameter 'cap': it has no parameters"),
     ("own_truncated", {**ROLLOUT, "clip_ratio_low": 0.1}, "clip_ratio_low=0.1: policy loss 'own_truncated' has no clip"),
-    ("grpo", {"clip_ratio_c": 3.0}, r"clip_ratio_c is a parameter .* pass loss_parameters=\{.clip_ratio_c.: 3.0\}"),
-    ("cispo", {"clip_ratio_c": 3.0}, "'cispo' has no parameter clip_ratio_c: it is one of .*grpo"),
-    ("sapo", {"sapo_temperature_negativ": 1.1}, r"did you mean loss_parameters=\{.sapo_temperature_negative.: 1.1\}\?"),
-    ("grpo", {"temprature": 1.0}, r"'grpo' takes no keyword temprature: did you mean temperature\?"),
-    ("grpo", {"parameters": {}}, r"did you mean loss_parameters\?"),
-    ("grpo", {"clip_ratio_max": 0.28}, r"did you mean clip_ratio_high\?"),
+    ("grpo", {"clip_ratio_c": 3.0}, "takes no keyword clip_ratio_c: .*; parameters of a loss are in loss_parameters"),
+    ("grpo", {"temprature": 1.0}, "takes no keyword temprature: it takes .* temperature"),
     ("grpo", {"clip_ratio_low": 1.0}, r"clip_ratio_low=1.0 must be in \[0, 1\)"),
 ]
 

@@ -33,8 +33,7 @@ from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.inputs import prepare_inputs
-from megatron_rl.policy_loss.settings import LossKeywords, with_defaults
+from megatron_rl.policy_loss.inputs import LossBatch, prepared
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
@@ -180,41 +179,28 @@ ONE_TOKEN_EACH, NOT_ONE_EACH = [0, 1, 2, 3], [0, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("bounds", "place", "lengths", "message"),
+    ("bounds", "place", "message"),
     [
-        (ONE_TOKEN_EACH, "cpu", None, None),
-        (NOT_ONE_EACH, "cpu", None, "not every document has exactly one token"),
-        (ONE_TOKEN_EACH, "cuda", None, "cu_seqlens is on the device, where a loss reads no values"),
-        (ONE_TOKEN_EACH, "cuda", [1, 1, 1], None),
-        (NOT_ONE_EACH, "cuda", [2, 0, 1], "not every document has exactly one token"),
-        ([0, 1], "cuda", None, None),
-        ([0, 0], "cuda", None, None),
+        (ONE_TOKEN_EACH, "cpu", None),
+        (NOT_ONE_EACH, "cpu", "not every document has exactly one token"),
+        (ONE_TOKEN_EACH, "cuda", "cu_seqlens is on the device, where a loss reads no values"),
+        ([0, 1], "cuda", None),
+        ([0, 0], "cuda", None),
     ],
 )
-def test_what_advantages_of_as_many_tokens_as_samples_mean_is_found_without_a_look(bounds, place, lengths, message):
+def test_what_advantages_of_as_many_tokens_as_samples_mean_is_found_without_a_look(bounds, place, message):
     """Only from what the host knows: a look would break a CUDA graph. One number for one sample and one token is the same."""
     loss = get_policy_loss("grpo")
     with simulated_cuda() as seen:
         numbers = torch.ones(len(bounds) - 1, device="cuda")
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(place)
-        seen.clear()
-        prepare = functools.partial(
-            prepare_inputs,
-            loss,
-            with_defaults(LossKeywords, loss, {}),
-            SINGLE,
-            num_tokens=len(numbers),
-            device=numbers.device,
-            dtype=numbers.dtype,
-            old_log_probs=numbers,
-            advantages=numbers,
-            loss_mask=numbers.bool(),
-            cu_seqlens=cu_seqlens,
-            token_weights=numbers,
-            document_lengths=lengths,
+        batch = LossBatch(
+            old_log_probs=numbers, advantages=numbers, loss_mask=numbers.bool(), cu_seqlens=cu_seqlens, token_weights=numbers
         )
+        seen.clear()
+        prepare = functools.partial(prepared, loss, batch, num_tokens=len(numbers), device=numbers.device, dtype=numbers.dtype)
         if message is None:
-            assert prepare().advantages_per == "sample"
+            prepare()
         else:
             with pytest.raises(DataError, match=f'fit both 3 samples and 3 tokens, and {message}: pass advantages_per="sample"'):
                 prepare()
@@ -281,7 +267,7 @@ def test_pairs_of_metrics_wait_for_nothing():
 # The fused head
 
 
-HOST_FACTS, KEPT_ROWS = "megatron_rl/policy_loss/host_copies.py", "megatron_rl/ops/linear_gradient.py"
+HOST_FACTS, KEPT_ROWS = "megatron_rl/policy_loss/linear.py", "megatron_rl/ops/linear_gradient.py"
 # (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan scale-last once a document.
 PLANS = {
     "A: all documents in one chunk": ("gspo", [5, 7, 0, 3], 1000, False, 1),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,8 @@ from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.inputs import given, mean_of_documents
+from megatron_rl.policy_loss.inputs import mean_of_documents, not_none
 from megatron_rl.policy_loss.reduce_torch import evaluate
-from megatron_rl.policy_loss.settings import LossKeywords
 from megatron_rl.weights import sample_token_weights
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
@@ -84,7 +84,7 @@ def custom_loss(
     old_log_probs = _old_log_probs(launch, rows)
     config, correction = launch.config, CorrectionSettings.of(launch.config)
     has_metric_of_entropy = _entropy_is_reported(launch) and not config.entropy_coefficient
-    options: LossKeywords = {
+    options: dict[str, Any] = {
         "clip_ratio_low": config.clip_ratio_low,
         "clip_ratio_high": config.clip_ratio_high,
         "loss_parameters": config.loss_parameters,
@@ -255,7 +255,7 @@ def _old_log_probs(launch: HostLaunch, rows: HostBatch) -> Tensor | None:  # [T]
 
 def _entropy(rows: HostBatch, of_tokens: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
     documents = document_ids(rows.cu_seqlens, rows.labels.numel())
-    return torch.where(rows.loss_mask, given(of_tokens).double() * spread(weights.double(), documents), 0.0).sum()
+    return torch.where(rows.loss_mask, not_none(of_tokens).double() * spread(weights.double(), documents), 0.0).sum()
 
 
 # The host's own metric names and divisor, from what the loss has computed; no gradient goes through them

@@ -23,7 +23,6 @@ from megatron_rl.metrics.step import finalise_metrics, reduce_statistics
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.settings import LossKeywords
 from megatron_rl.weights import regularizer_weights, sample_token_weights
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
@@ -94,7 +93,7 @@ class RollLoss:
                 are_of_step=False,
             ),
         )
-        options: LossKeywords = {
+        options: dict[str, Any] = {
             "clip_ratio_low": config.clip_ratio_low,
             "clip_ratio_high": config.clip_ratio_high,
             "loss_parameters": config.loss_parameters,
@@ -120,7 +119,7 @@ class RollLoss:
         refuse_nonfinite(output.num_nonfinite)
         return output.loss, _metrics(output)
 
-    def _of_hidden(self, rows: Tensor, of_tokens: tuple[Any, ...], options: LossKeywords) -> PolicyLossOutput:
+    def _of_hidden(self, rows: Tensor, of_tokens: tuple[Any, ...], options: dict[str, Any]) -> PolicyLossOutput:
         """Of what our head gives in the place of logits. Float32 logits, as our log-probabilities have them."""
         if not isinstance(rows, CarriedRows):
             raise ConfigError(

@@ -42,7 +42,6 @@ class HostCopies:
     loss_mask: Tensor  # [T] bool
     advantages: Tensor  # [N] float32
     cu_seqlens: Tensor  # [N + 1] int32
-    document_lengths: tuple[int, ...] | None  # N whole samples with their padding, over all cp ranks; None of other units than rows
     sampling_support: SamplingSupport | None  # T rows
 
 
@@ -212,7 +211,6 @@ def _assemble(
         loss_mask=local["loss_mask"],
         advantages=of_samples("advantage", torch.float32),
         cu_seqlens=local_bounds.to(torch.int32),
-        document_lengths=tuple(sizes[: len(samples)]),
         sampling_support=None if "set" not in local else _kept_sets(samples).take(local["set"]),
     )
     given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_VALUES, "routes")}

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.policy_loss import linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.api import PolicyLossOutput
-from megatron_rl.policy_loss.settings import LossKeywords
+from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -78,7 +76,7 @@ class PolicyForwardStep:
         self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
-        self._options: LossKeywords = {
+        self._options: dict[str, Any] = {
             "clip_ratio_low": config.clip_ratio_low,
             "clip_ratio_high": config.clip_ratio_high,
             "loss_parameters": config.loss_parameters,
@@ -163,7 +161,6 @@ class PolicyForwardStep:
                 max_logits_bytes=self.config.max_logits_bytes,
                 sequence_parallel=is_sequence_parallel,
                 fp32_logits=self.config.fp32_lm_head,
-                document_lengths=batch.host.document_lengths,
                 loss_scale=loss_scale,
                 **self._options_of(batch, groups, batch.host.sampling_support),
             )
@@ -200,7 +197,7 @@ class PolicyForwardStep:
             report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
         return loss, num_tokens, report
 
-    def _options_of(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> LossKeywords:
+    def _options_of(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> dict[str, Any]:
         """What a micro-batch adds to the options of the step."""
         # By group: ranks that share one agree on the number, and may have had others between.
         number = self._num_microbatches.get(batch.cp_group, 0)

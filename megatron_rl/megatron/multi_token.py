@@ -15,7 +15,7 @@ reinforce with advantage 1 and the weight c / (K |S_k|) a token, on the rows tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from megatron_rl.megatron.batch import FurtherTokens, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, rows_of
 from megatron_rl.megatron.samples import trained_mtp_layers
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.settings import LossKeywords
 from megatron_rl.weights import further_token_weight
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def multi_token_loss(
     """All rows of a layer are one document of advantage 1.
     Communication and errors: as policy_loss or linear_policy_loss, once a layer."""
     num_tokens = tokens.labels.shape[1]
-    options: LossKeywords = {
+    options: dict[str, Any] = {
         "vocab_size": vocab_size,
         "tp_group": groups.tp,
         "cp_group": batch.cp_group,

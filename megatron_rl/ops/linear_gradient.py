@@ -45,7 +45,7 @@ from megatron_rl.ops.linear_head import (
     multiply_into,
     weight_gradient,
 )
-from megatron_rl.ops.linear_schedule import Plan, WorkItem
+from megatron_rl.ops.linear_schedule import WorkItem
 from megatron_rl.ops.log_probs_torch import RowResult
 
 # (item) -> c [rows of the item, in the order of its chunks], e [the same rows] or None. Called once an item, after the forward pass
@@ -99,7 +99,8 @@ def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coe
     runs during a weight gradient.
     """
     for number, item in enumerate(items):
-        _PLANS[item.plan](head, item, coefficients, gradient, is_last=number == len(items) - 1)
+        run = _scale_last if item.is_shared and len(item.chunks) > 1 else _statistics_first
+        run(head, item, coefficients, gradient, is_last=number == len(items) - 1)
     return _finish(head, gradient)
 
 
@@ -130,14 +131,6 @@ def _finish(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
     if head.options.sequence_parallel and gradient.is_reduced and gradient.reduction is None:
         gradient.reduction = start_reduce_scatter_sum(gradient.hidden, head.options.tp_group)
     return gradient.hidden if gradient.reduction is None else gradient.reduction.wait()
-
-
-def _in_chunk(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plans in-chunk and row-by-row: one chunk, or none on a cp rank without a row of the bin."""
-    chunk = _forward(head, item, 0, leaves_gradient=not gradient.has_entropy_term) if item.chunks else None
-    c, e = _scaled(coefficients(item), gradient)
-    if chunk is not None:
-        _backward(head, chunk, c, e, gradient, is_last=is_last)
 
 
 def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
@@ -171,23 +164,25 @@ def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gr
     _multiply(head, last, c[-last.labels.numel() :], None, gradient, is_last=is_last)
 
 
-def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plan two-pass: first the statistics of all chunks, then the gradient. The logits of the last chunk are still in the buffer;
-    the other chunks' are computed again.
-
-    Only logits are computed again, and only of rows with a coefficient other than 0: no statistics, no all-gather.
+def _statistics_first(
+    head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool
+) -> None:
+    """The other plans: first the statistics of all chunks, then the gradient. The logits of the last chunk are still in the buffer;
+    the other chunks' are computed again, of rows with a coefficient other than 0: no statistics, no all-gather. A cp rank without a
+    row of a bin has no chunk.
     """
-    chunks = []
-    for number in range(len(item.chunks)):
-        is_last_chunk = number == len(item.chunks) - 1
-        last = _forward(head, item, number, leaves_gradient=is_last_chunk and not gradient.has_entropy_term)
-        chunks.append((last.rows, last.result))
+    results, sizes = [], [rows.numel() for rows in item.chunks]
+    for number in range(len(sizes)):
+        leaves_gradient = number == len(sizes) - 1 and not gradient.has_entropy_term
+        last = _forward(head, item, number, leaves_gradient=leaves_gradient)
+        results.append((last.rows, last.result))
     c, e = _scaled(coefficients(item), gradient)
-    sizes = [rows.numel() for rows in item.chunks]
+    if not results:
+        return
     c_parts = c.split(sizes)
     e_parts = [None] * len(sizes) if e is None else e.split(sizes)
-    _backward(head, last, c_parts[-1], e_parts[-1], gradient, is_last=False)
-    for number, (rows, result) in enumerate(chunks[:-1]):
+    _backward(head, last, c_parts[-1], e_parts[-1], gradient, is_last=is_last and len(sizes) == 1)
+    for number, (rows, result) in enumerate(results[:-1]):
         c_part, e_part, kept = c_parts[number], e_parts[number], _kept(c_parts[number], e_parts[number])
         if kept.numel() == 0:
             continue
@@ -198,9 +193,6 @@ def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, grad
         hidden, labels = chunk_operands(head, rows)
         chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), result)
         _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
-
-
-_PLANS = {Plan.IN_CHUNK: _in_chunk, Plan.SCALE_LAST: _scale_last, Plan.TWO_PASS: _two_pass, Plan.ROW_BY_ROW: _in_chunk}
 
 
 def _forward(head: LinearHead, item: WorkItem, number: int, *, leaves_gradient: bool) -> Chunk:
@@ -363,8 +355,10 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad if main_grad.dtype == accumulator_dtype(weight) and main_grad.shape == weight.shape else None
 
 
-def check_loss_scale(loss_scale: Tensor | float | None, hidden: Tensor, *, adds_in_forward: bool) -> None:
-    """Raises ConfigError for a wrong loss_scale, for float16 without one, and in a recomputation that adds to main_grad."""
+def check_loss_scale(
+    loss_scale: Tensor | float | AssumedScale | None, hidden: Tensor, *, adds_in_forward: bool
+) -> Tensor | float | None:
+    """The same. Raises ConfigError for a wrong one, for float16 without one, and in a recomputation that adds to main_grad."""
     if isinstance(loss_scale, AssumedScale):
         raise ConfigError(
             "loss_scale=AssumedScale() is for losses from logits: the fused head adds the weight's gradient to main_grad in "
@@ -383,6 +377,7 @@ def check_loss_scale(loss_scale: Tensor | float | None, hidden: Tensor, *, adds_
             "this forward pass runs inside a backward pass: the head is recomputed, which would add its weight gradient to "
             "main_grad a second time; leave the head out of activation recomputation, or pass loss_scale=None"
         )
+    return loss_scale
 
 
 def attach_gradient(

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import Agreement, Group, all_gather_stack
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.ops.backends import resolve_backend, why_triton_is_missing
 from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, warn_of_small_chunks
 from megatron_rl.ops.log_probs import (
@@ -361,7 +362,7 @@ def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOpti
 
 
 def compare_heads(
-    agreement: Agreement,
+    agreement: RankAgreement | None,
     hidden: Tensor,  # [T, H] or [T / tp, H]
     weight: Tensor,  # [V_tp, H]
     labels: Tensor,  # [T]
@@ -370,7 +371,7 @@ def compare_heads(
     max_logits_bytes: int,
 ) -> None:
     """Adds the values that must be equal on ranks that share chunks and a softmax."""
-    if not agreement.is_active:
+    if agreement is None or not agreement.is_active:
         return
     loss_mask = None if loss_mask is None else loss_mask.to(labels.device)
     compare_log_prob_inputs(agreement, hidden, labels, loss_mask, options.temperature, options.vocab_size)

@@ -1,9 +1,9 @@
 """Decides which rows of a fused head are in which chunk. It works on the host and reads no device tensor.
 
+    row-by-row   the coefficient of a token depends on that token only: chunks may be cut anywhere
     in-chunk     whole documents that fit one chunk: their coefficients are known while the chunk's logits exist
     scale-last   one long document in several chunks, with one coefficient: chunks are summed unscaled, then scaled
     two-pass     one long document with a coefficient for each token: every chunk except the last is computed twice
-    row-by-row   the coefficient of a token depends on that token only: chunks may be cut anywhere
 
 Row numbers are CPU tensors. A row that has no part in the loss is in no chunk.
 """
@@ -14,7 +14,6 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -25,26 +24,12 @@ from megatron_rl.errors import ConfigError
 CUDA_ROWS_WARNING = 4096
 
 
-class Plan(StrEnum):
-    """When the gradient of a chunk's rows is computed."""
-
-    IN_CHUNK = "in-chunk"
-    SCALE_LAST = "scale-last"
-    TWO_PASS = "two-pass"
-    ROW_BY_ROW = "row-by-row"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItem:
     """Rows whose coefficients become known at the same time."""
 
-    plan: Plan
-    documents: tuple[int, ...]  # ascending numbers of documents in cu_seqlens; () in plan row-by-row
     chunks: tuple[Tensor, ...]  # row numbers [<= rows_per_chunk] int64 on the CPU, ascending
-
-    @property
-    def num_rows(self) -> int:
-        return sum(chunk.numel() for chunk in self.chunks)
+    is_shared: bool = False  # all rows have one coefficient
 
 
 def rows_per_chunk(max_logits_bytes: int, bytes_per_row: int, *, preferred_bytes: int | None = None) -> int:
@@ -108,22 +93,20 @@ def schedule_documents(
     rows_of_documents: Sequence[Tensor],  # N ascending row numbers each: the rows of this rank that take part
     capacity: int,
     *,
-    has_row_terms: bool,
+    is_shared: bool,
 ) -> list[WorkItem]:
     """One item for each bin, in order, even if this rank has no row of it: every cp rank has the reductions of each bin.
 
     A bin with more than `capacity` rows on this rank is cut into chunks, which changes no collective over cp.
-    has_row_terms: coefficients differ inside a document, so that scale-last is not possible.
+    is_shared: the rows of a document share one coefficient.
     """
     items = []
     for documents in bins:
-        rows = torch.cat([rows_of_documents[document] for document in documents] or [torch.zeros(0, dtype=torch.int64)])
-        chunks = cut(rows, capacity)
-        is_late = len(documents) == 1 and not has_row_terms
-        plan = Plan.IN_CHUNK if len(chunks) <= 1 else Plan.SCALE_LAST if is_late else Plan.TWO_PASS
-        if plan == Plan.TWO_PASS:  # the logits of the last chunk are kept, so a full one saves the most recomputation
+        rows = torch.cat([rows_of_documents[document] for document in documents])
+        chunks, is_one = cut(rows, capacity), is_shared and len(documents) == 1
+        if len(chunks) > 1 and not is_one:  # the logits of the last chunk are kept, so a full one saves the most recomputation
             chunks = (*cut(rows[:-capacity], capacity), rows[-capacity:])
-        items.append(WorkItem(plan, documents, chunks))
+        items.append(WorkItem(chunks, is_one))
     return items
 
 
@@ -131,8 +114,8 @@ def schedule_rows(
     rows: Tensor,  # ascending row numbers
     capacity: int,
 ) -> list[WorkItem]:
-    """Plan row-by-row: chunks of nearly equal size."""
-    return [WorkItem(Plan.ROW_BY_ROW, (), (chunk,)) for chunk in cut(rows, capacity)]
+    """Chunks of nearly equal size, each an item."""
+    return [WorkItem((chunk,)) for chunk in cut(rows, capacity)]
 
 
 def cut(rows: Tensor, capacity: int) -> tuple[Tensor, ...]:

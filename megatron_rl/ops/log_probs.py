@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Agreement, Group, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import (
     first_order_only,
@@ -298,7 +298,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def compare_log_prob_inputs(
-    agreement: Agreement,
+    agreement: RankAgreement | None,
     operand: Tensor,  # logits [T, V_tp]; hidden states of the fused head
     labels: Tensor,  # [T]
     loss_mask: Tensor | None,  # [T]
@@ -306,7 +306,7 @@ def compare_log_prob_inputs(
     vocab_size: int | None,
 ) -> None:
     """Adds the values that must be equal on ranks that share a softmax. Masked labels may hold anything."""
-    if not agreement.is_active:
+    if agreement is None or not agreement.is_active:
         return
     agreement.add("dtype of logits", str(operand.dtype))
     agreement.add("number of tokens", operand.shape[0], is_sliced=True)

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import Agreement, Group, all_gather_stack
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.layout.sampling_support import SamplingSupport, neighbouring_rows, offsets_of
 from megatron_rl.ops.backends import first_order_only, gradient_like
 from megatron_rl.ops.log_probs_torch import (
@@ -56,9 +57,9 @@ def check_support(
     support.check(labels.numel(), shard.vocab_size, labels, loss_mask, cu_seqlens)
 
 
-def compare_supports(agreement: Agreement, support: SamplingSupport | None, loss_mask: Tensor | None) -> None:
+def compare_supports(agreement: RankAgreement | None, support: SamplingSupport | None, loss_mask: Tensor | None) -> None:
     """Adds the sets of unmasked tokens, which must be equal on ranks that share a softmax."""
-    if not agreement.is_active:
+    if agreement is None or not agreement.is_active:
         return
     if support is not None and loss_mask is not None:
         support = support.only(loss_mask)

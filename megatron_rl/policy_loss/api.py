@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch import Tensor
 from megatron_rl.config import Backend
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import ConfigError
-from megatron_rl.losses.corrections import Correction
-from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
-from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
+from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, runs_eagerly
 from megatron_rl.ops.log_probs import (
     check_log_prob_inputs,
     check_logits,
@@ -25,49 +22,24 @@ from megatron_rl.ops.log_probs import (
     row_kernels,
 )
 from megatron_rl.ops.support import check_support
-from megatron_rl.policy_loss.compared import compare_inputs
-from megatron_rl.policy_loss.corrected_inputs import correct_before_rows
-from megatron_rl.policy_loss.inputs import prepare_inputs, with_token_counts
-from megatron_rl.policy_loss.reduce_torch import LossResult, reduce_loss_torch
-from megatron_rl.policy_loss.settings import (
-    LogitsLossKeywords,
-    LossKeywords,
-    LossSettings,
-    groups_and_agreement,
-    resolve_settings,
-    with_defaults,
+from megatron_rl.policy_loss.corrected_inputs import corrected
+from megatron_rl.policy_loss.inputs import (
+    Coefficients,
+    LossBatch,
+    LossOptions,
+    PolicyLossOutput,
+    agreement_of,
+    checked_options,
+    compare_calls,
+    options_and_tensors,
+    prepared,
+    refuse_bad_data,
+    with_token_counts,
 )
+from megatron_rl.policy_loss.reduce_torch import reduce_torch
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyLossOutput:
-    """loss is 0-d and differentiable; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is None
-    at "none". entropy_per_token is there where the loss, a coefficient or a metric needs it."""
-
-    loss: Tensor
-    policy_loss: Tensor
-    kl_loss: Tensor | None
-    entropy: Tensor | None
-    log_probs: Tensor  # [T]
-    num_nonfinite: Tensor  # [N] int32
-    metrics: PolicyStatistics | None
-    correction: Correction | None = None  # None without a correction
-    entropy_per_token: Tensor | None = None  # [T], in nats; 0 in masked rows
-
-
-def output_of(result: LossResult, loss: Tensor, log_probs: Tensor, entropy_per_token: Tensor | None = None) -> PolicyLossOutput:
-    """loss: result.loss with the gradient attached."""
-    return PolicyLossOutput(
-        loss=loss,
-        policy_loss=result.policy_loss,
-        kl_loss=result.kl_loss,
-        entropy=result.entropy,
-        log_probs=log_probs,
-        num_nonfinite=result.num_nonfinite,
-        metrics=result.metric_sums,
-        correction=result.correction,
-        entropy_per_token=entropy_per_token,
-    )
+OF_HIDDEN_STATES = ("max_logits_bytes", "sequence_parallel", "fp32_logits")
+OF_LOGITS = ("temperature", "vocab_size", "entropy_coefficient", "inplace", "loss_scale")
 
 
 @runs_eagerly
@@ -80,7 +52,9 @@ def policy_loss(
     loss_mask: Tensor,  # [T] bool
     cu_seqlens: Tensor,  # [N + 1] int32
     token_weights: Tensor,  # [N] from sample_token_weights
-    **keywords: Unpack[LogitsLossKeywords],
+    *,
+    advantages_per: str | None = None,
+    **keywords: Any,
 ) -> PolicyLossOutput:
     """Any registered policy loss. `loss` is this rank's part of the step's
 
@@ -104,67 +78,54 @@ def policy_loss(
         loss_mask: [T] bool, True on tokens that are trained; other positions may hold anything.
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
-        keywords: LogitsLossKeywords explains them.
-    Communication: tp one all-gather of [T, 3 or 4], with sampling_support another one for an entropy; cp one all-reduce of
-        [N, k], and before it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none.
-        None at size 1.
+        keywords: the fields of LossOptions, those of LossBatch that have a default, and
+            advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one
+            token and cu_seqlens is on the host: a loss never reads values of the device.
+    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3 to 8]; cp one all-reduce of [N, k], and before
+        it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none. None at size 1.
         A loss that needs token_counts of its tokens adds one of [N] where the caller gave none, mean_log_ratio another.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """
-    tp_group, cp_group, agreement = groups_and_agreement(keywords)
-    with agreement:
+    with agreement_of(keywords) as agreement:
+        options, tensors = options_and_tensors(keywords)
         loss = get_policy_loss(name)
-        options = with_defaults(LogitsLossKeywords, loss, keywords)
-        temperature, vocab_size = options["temperature"], options["vocab_size"]
-        inplace, loss_scale = options["inplace"], options["loss_scale"]
-        settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], check_logits(logits)))
-        inputs = prepare_inputs(
-            loss,
-            options,
-            cp_group,
-            num_tokens=logits.shape[0],
-            device=logits.device,
-            dtype=log_probs_dtype(logits),
+        options.refuse(OF_HIDDEN_STATES, "is for linear_policy_loss, which has hidden states")
+        batch = LossBatch(
             old_log_probs=old_log_probs,
             advantages=advantages,
             loss_mask=loss_mask,
             cu_seqlens=cu_seqlens,
             token_weights=token_weights,
+            **tensors,
         )
-        shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
-        compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
-        support = inputs.sampling_support
+        options = checked_options(loss, options, batch, check_logits(logits))
+        dtype = log_probs_dtype(logits)
+        batch = prepared(loss, batch, num_tokens=logits.shape[0], device=logits.device, dtype=dtype, advantages_per=advantages_per)
+        temperature, vocab_size, tp_group = options.temperature, options.vocab_size, options.tp_group
+        shard = check_log_prob_inputs(logits, labels, batch.loss_mask, temperature, vocab_size, tp_group, inplace=options.inplace)
+        compare_log_prob_inputs(agreement, logits, labels, batch.loss_mask, temperature, vocab_size)
+        support = batch.sampling_support
         if support is not None:
-            check_support(support, labels, inputs.loss_mask, shard, inputs.cu_seqlens)
-        if agreement.is_active:
-            compare_inputs(agreement, loss, inputs, settings)
-        announced = None if isinstance(loss_scale, AssumedScale) else loss_scale
+            check_support(support, labels, batch.loss_mask, shard, batch.cu_seqlens)
+        announced = None if isinstance(options.loss_scale, AssumedScale) else options.loss_scale
         check_announced(announced)
-        agreement.add("loss_scale", "a tensor" if isinstance(announced, Tensor) else announced)
-        agreement.add("whether loss_scale is assumed", announced is not loss_scale)
-    inputs = with_token_counts(loss, inputs, cp_group)
-    if inputs.correction is not None:
-        inputs = correct_before_rows(inputs, log_probs_dtype(logits), cp_group)
-    with_entropy = settings.needs_entropy
-    if support is None and loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
+        compare_calls(agreement, loss, options, batch, advantages)
+    batch = known_before_rows(loss, batch, options, dtype)
+    with_entropy, scale = options.needs_entropy(loss), options.loss_scale
+    if support is None and scale is not None and has_twin(loss, options) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.policy_loss.one_read_triton import plan_one_read, read_once
 
-        configuration = plan_one_read(loss, logits, inputs, settings, is_assumed=announced is None)
+        configuration = plan_one_read(loss, logits, batch, options, is_assumed=announced is None)
         if configuration is not None:
-            made_with = loss_scale.assume(logits.device) if isinstance(loss_scale, AssumedScale) else loss_scale
-            scores, entropies, gradient = read_once(
-                loss, logits, labels, inputs, settings, shard, configuration, made_with=made_with, inplace=inplace
-            )
-            result = reducer_of(loss, settings)(loss, scores, entropies if with_entropy else None, inputs, settings)
-            loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, made_with)  # type: ignore[no-untyped-call]  # torch's
-            return output_of(result, loss_of_logits, scores, entropies if with_entropy else None)
-    rows, kernels = (logits, labels, inputs.loss_mask), row_kernels(settings.backend)
-    log_probs, entropy = log_probs_of_rows(*rows, support, shard, tp_group, with_entropy, inplace, kernels)
-    of_tokens = None if entropy is None else entropy.detach()
-    result = reducer_of(loss, settings)(loss, log_probs.detach(), of_tokens, inputs, settings)
-    with_gradient = _WithGradient.apply(log_probs, entropy, result, announced)  # type: ignore[no-untyped-call]  # torch's
-    return output_of(result, with_gradient, log_probs.detach(), of_tokens)
+            made_with = scale.assume(logits.device) if isinstance(scale, AssumedScale) else scale
+            scores, entropies, gradient = read_once(loss, logits, labels, batch, options, shard, configuration, made_with)
+            output, coefficients = reduce(loss, scores, entropies if with_entropy else None, batch, options)
+            refuse_bad_data(loss, output, coefficients.sums, batch, options)
+            return replace(output, loss=_WithLogitsGradient.apply(logits, output, gradient, made_with))  # type: ignore[no-untyped-call]  # torch's
+    rows, kernels = (logits, labels, batch.loss_mask), row_kernels(Backend(options.backend))
+    log_probs, entropy = log_probs_of_rows(*rows, support, shard, tp_group, with_entropy, options.inplace, kernels)
+    return _output_of_scores(loss, log_probs, entropy, batch, options, announced)
 
 
 @runs_eagerly
@@ -176,7 +137,9 @@ def loss_of_log_probs(
     loss_mask: Tensor,  # [T] bool
     cu_seqlens: Tensor,  # [N + 1] int32
     token_weights: Tensor,  # [N]
-    **keywords: Unpack[LossKeywords],
+    *,
+    advantages_per: str | None = None,
+    **keywords: Any,
 ) -> PolicyLossOutput:
     """`policy_loss` for a host that hands over log-probabilities, of any floating dtype. The result keeps no memory of the logits.
 
@@ -184,13 +147,11 @@ def loss_of_log_probs(
     the all-gather over tp.
     """
     values = log_probs.to(log_probs_dtype(log_probs))
-    tp_group, cp_group, agreement = groups_and_agreement(keywords)
-    with agreement:
+    with agreement_of(keywords) as agreement:
+        options, tensors = options_and_tensors(keywords)
         loss = get_policy_loss(name)
-        options = with_defaults(LossKeywords, loss, keywords)
-        if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
-            raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
-        if options["sampling_support"] is not None:
+        options.refuse((*OF_LOGITS, *OF_HIDDEN_STATES), "needs logits, and this call has log-probabilities")
+        if tensors.get("sampling_support") is not None:
             raise ConfigError(
                 "sampling_support needs logits, and this call has log-probabilities: give log_probs, old_log_probs, "
                 "rollout_log_probs and ref_log_probs over the kept ids, and leave it out"
@@ -200,26 +161,34 @@ def loss_of_log_probs(
                 f"policy loss {loss.name!r} needs the entropy of each token, and this call has log-probabilities: call policy_loss "
                 "or linear_policy_loss, which have logits, or choose another loss"
             )
-        settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], values))
-        inputs = prepare_inputs(
-            loss,
-            options,
-            cp_group,
-            num_tokens=values.shape[0],
-            device=values.device,
-            dtype=values.dtype,
+        batch = LossBatch(
             old_log_probs=old_log_probs,
             advantages=advantages,
             loss_mask=loss_mask,
             cu_seqlens=cu_seqlens,
             token_weights=token_weights,
+            **tensors,
         )
-        if agreement.is_active:
-            compare_inputs(agreement, loss, inputs, settings)
-    inputs = with_token_counts(loss, inputs, cp_group)
-    result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
-    with_gradient = _WithGradient.apply(values, None, result, None)  # type: ignore[no-untyped-call]  # torch's
-    return output_of(result, with_gradient, values.detach())
+        options = checked_options(loss, options, batch, values)
+        batch = prepared(
+            loss, batch, num_tokens=values.shape[0], device=values.device, dtype=values.dtype, advantages_per=advantages_per
+        )
+        compare_calls(agreement, loss, options, batch, advantages)
+    return _output_of_scores(loss, values, None, known_before_rows(loss, batch, options, values.dtype), options, None)
+
+
+def _output_of_scores(
+    loss: PolicyLoss,
+    log_probs: Tensor,  # [T] with gradient
+    entropy: Tensor | None,  # [T] with gradient
+    batch: LossBatch,
+    options: LossOptions,
+    announced: Tensor | float | None,
+) -> PolicyLossOutput:
+    detached = None if entropy is None else entropy.detach()
+    output, coefficients = reduce(loss, log_probs.detach(), detached, batch, options)
+    refuse_bad_data(loss, output, coefficients.sums, batch, options)
+    return replace(output, loss=_WithGradient.apply(log_probs, entropy, output, coefficients, announced))  # type: ignore[no-untyped-call]  # torch's
 
 
 def grpo_loss(
@@ -230,7 +199,7 @@ def grpo_loss(
     loss_mask: Tensor,  # [T] bool
     cu_seqlens: Tensor,  # [N + 1] int32
     token_weights: Tensor,  # [N]
-    **keywords: Unpack[LogitsLossKeywords],
+    **keywords: Any,
 ) -> PolicyLossOutput:
     """`policy_loss` with GRPO's ratio, one per token; default clip 0.2 / 0.2.
 
@@ -247,7 +216,7 @@ def grpo_loss(
         loss_mask: [T] bool, True on tokens that are trained.
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, from sample_token_weights.
-        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of LogitsLossKeywords.
+        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of policy_loss.
     Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
     """
     return policy_loss("grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
@@ -261,7 +230,7 @@ def gspo_loss(
     loss_mask: Tensor,  # [T] bool
     cu_seqlens: Tensor,  # [N + 1] int32
     token_weights: Tensor,  # [N]
-    **keywords: Unpack[LogitsLossKeywords],
+    **keywords: Any,
 ) -> PolicyLossOutput:
     """`policy_loss` with GSPO's ratio, one per sample; default clip 3e-4 / 4e-4.
 
@@ -278,7 +247,7 @@ def gspo_loss(
         loss_mask: [T] bool, True on tokens that are trained.
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, from sample_token_weights.
-        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of LogitsLossKeywords.
+        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of policy_loss.
     Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
     """
     return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
@@ -292,23 +261,23 @@ class _WithGradient(torch.autograd.Function):
         ctx: Any,
         log_probs: Tensor,
         entropy: Tensor | None,
-        result: LossResult,
+        output: PolicyLossOutput,
+        coefficients: Coefficients,
         loss_scale: Tensor | float | None,
     ) -> Tensor:
-        ctx.save_for_backward(result.coefficients, result.entropy_coefficients)
+        ctx.save_for_backward(coefficients.log_probs, coefficients.entropy)
         ctx.loss_scale = loss_scale
-        return result.loss
+        return output.loss
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        of_scores = ctx.saved_tensors
         if ctx.loss_scale is not None:  # the same check as after one read, so that a shape decides no error
             factor = check_delivered(
                 upstream, ctx.loss_scale, "one kernel, where it can, makes the gradient with the announced one"
             )
             upstream = upstream if factor is None else upstream * factor
-        return *(None if coefficients is None else upstream * coefficients for coefficients in of_scores), None, None
+        return *(None if saved is None else upstream * saved for saved in ctx.saved_tensors), None, None, None
 
 
 class _WithLogitsGradient(torch.autograd.Function):
@@ -316,9 +285,11 @@ class _WithLogitsGradient(torch.autograd.Function):
     another factor was assumed."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, result: LossResult, gradient: Tensor, made_with: Tensor | float | Assumption) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, output: PolicyLossOutput, gradient: Tensor, made_with: Tensor | float | Assumption
+    ) -> Tensor:
         ctx.gradient, ctx.made_with = gradient, made_with
-        return result.loss
+        return output.loss
 
     @staticmethod
     @first_order_only
@@ -338,16 +309,38 @@ class _WithLogitsGradient(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def has_twin(loss: PolicyLoss, settings: LossSettings) -> bool:
+def has_twin(loss: PolicyLoss, options: LossOptions) -> bool:
     """Whether the arithmetic of the loss and of its KL term runs in Triton."""
-    has_kl_twin = settings.kl_estimator is None or settings.kl_estimator.triton is not None
-    return settings.backend == Backend.TRITON and loss.triton is not None and has_kl_twin
+    has_kl_twin = options.estimator is None or options.estimator.triton is not None
+    return options.backend == Backend.TRITON and loss.triton is not None and has_kl_twin
 
 
-def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
-    """reduce_loss_triton where the backend is Triton and there are twins, else reduce_loss_torch."""
-    if not has_twin(loss, settings):
-        return reduce_loss_torch
-    from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
+def known_before_rows(loss: PolicyLoss, batch: LossBatch, options: LossOptions, dtype: torch.dtype) -> LossBatch:
+    """The batch with what needs no log-probability of the policy in training: counts, and a correction of old ones.
 
-    return reduce_loss_triton
+    Communication: as with_token_counts, and as `corrected`.
+    """
+    batch, settings = with_token_counts(loss, batch, options.cp_group), options.correction
+    if settings is None or batch.old_log_probs is None or settings.sequence_delta is not None:
+        return batch
+    return corrected(settings, batch, batch.old_log_probs.to(dtype), options.cp_group)
+
+
+def reduce(
+    loss: PolicyLoss,
+    log_probs: Tensor,  # [T]
+    entropy: Tensor | None,  # [T]
+    batch: LossBatch,
+    options: LossOptions,
+) -> tuple[PolicyLossOutput, Coefficients]:
+    """reduce_torch, or reduce_triton where the backend is Triton and there are twins, of a batch with what the log-probabilities
+    make known: an entropy that is read, and a correction. Communication: as reduce_torch, and as `corrected`."""
+    if loss.needs_entropy or batch.sampling_support is not None:
+        batch = replace(batch, entropy=entropy)
+    if options.correction is not None and batch.correction is None:
+        batch = corrected(options.correction, batch, log_probs, options.cp_group)
+    if not has_twin(loss, options):
+        return reduce_torch(loss, log_probs, entropy, batch, options)
+    from megatron_rl.policy_loss.reduce_triton import reduce_triton
+
+    return reduce_triton(loss, log_probs, entropy, batch, options)

@@ -15,7 +15,7 @@ from megatron_rl.layout.groups import SINGLE, Group
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.losses.corrections import Correction, CorrectionSettings, correct, sums_of_samples
 from megatron_rl.metrics.further import CorrectionValues, token_statistics
-from megatron_rl.policy_loss.inputs import LossInputs, check_cu_seqlens, check_loss_mask, given
+from megatron_rl.policy_loss.inputs import LossBatch, check_cu_seqlens, check_loss_mask, not_none
 
 
 def importance_correction(
@@ -72,43 +72,19 @@ def importance_correction(
 
 
 @torch.no_grad()
-def corrected(inputs: LossInputs, log_probs: Tensor, cp_group: Group) -> LossInputs:  # log_probs [T]
-    """The inputs with the correction in their importance weights, 0 where it drops.
+def corrected(settings: CorrectionSettings, batch: LossBatch, log_probs: Tensor, cp_group: Group) -> LossBatch:  # log_probs [T]
+    """The batch with the correction in its importance weights, 0 where it drops.
 
     Communication: for criteria of a sample one all-reduce of [N, k <= 3] over cp.
     """
-    settings, dtype = inputs.correction, log_probs.dtype
-    assert settings is not None
-    old_log_probs, rollout_log_probs = inputs.anchor(log_probs), given(inputs.rollout_log_probs).to(dtype)
+    dtype = log_probs.dtype
+    old_log_probs, rollout_log_probs = batch.anchor(log_probs), not_none(batch.rollout_log_probs).to(dtype)
     # The loss tells of a token that is not finite; the weights of the others in its sample are not to be blamed.
     is_finite = torch.isfinite(old_log_probs - rollout_log_probs) & torch.isfinite(log_probs)
-    shared = {
-        "old_log_probs": old_log_probs,
-        "rollout_log_probs": rollout_log_probs,
-        "loss_mask": inputs.loss_mask & is_finite,
-    }
+    shared = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": batch.loss_mask & is_finite}
     sums = {}
     if settings.needs_sums:
-        sums = sums_of_samples(settings, log_probs=log_probs, cu_seqlens=inputs.cu_seqlens, cp_group=cp_group, **shared)
-    advantages = inputs.token_advantages(dtype)
-    correction = correct(settings, advantages=advantages, sums=sums, documents=inputs.token_documents, **shared)
-    weights = correction.weights if inputs.importance_weights is None else inputs.importance_weights * correction.weights
-    return replace(inputs, importance_weights=weights, correction=None, applied_correction=correction)
-
-
-def correct_before_rows(inputs: LossInputs, dtype: torch.dtype, cp_group: Group) -> LossInputs:
-    """`corrected` where it does not read the policy in training, so that the weights are known before any log-probability is."""
-    assert inputs.correction is not None
-    if inputs.old_log_probs is None or inputs.correction.sequence_delta is not None:
-        return inputs
-    return corrected(inputs, inputs.old_log_probs.to(dtype), cp_group)
-
-
-def correction_metric_sums(
-    correction: Correction,
-    advantages: Tensor,  # [T]
-    inputs: LossInputs,
-    counts: Tensor,  # [N] unmasked tokens of each sample over all cp ranks
-) -> Tensor:  # [len(CORRECTION_STATISTICS)] float64
-    of_tokens = spread(counts, inputs.token_documents)
-    return token_statistics(CorrectionValues(correction, advantages), loss_mask=inputs.loss_mask, counts=of_tokens)
+        sums = sums_of_samples(settings, log_probs=log_probs, cu_seqlens=batch.cu_seqlens, cp_group=cp_group, **shared)
+    correction = correct(settings, advantages=batch.advantages.to(dtype), sums=sums, documents=not_none(batch.documents), **shared)
+    weights = correction.weights if batch.importance_weights is None else batch.importance_weights * correction.weights
+    return replace(batch, importance_weights=weights, correction=correction)

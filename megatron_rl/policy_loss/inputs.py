@@ -1,165 +1,366 @@
-"""Defines the tensors of one micro-batch that a loss is given, checks them, and says what the loss sums over each document.
+"""The records of a loss: its options, the tensors of one micro-batch, what it returns, and what it sums over each document.
 
-They are put into one form; no value is changed, and masked values are not read. Both twins of the loss, reduce_torch and
-reduce_triton, write the same columns into the one reduction over cp. What the ranks of a document hold together is checked after
-it, so that all of them raise.
+No value is changed, and masked values are not read. Both reducers, reduce_torch and reduce_triton, write the same columns into the
+one reduction over cp. What the ranks of a document hold together is checked after it, so that all of them raise.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
 from megatron_rl.count import check_counts
-from megatron_rl.declare import PolicyLoss
+from megatron_rl.declare import POLICY_LOSSES, PolicyLoss
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import Group, all_reduce_sum
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.losses.corrections import Correction, CorrectionSettings
-from megatron_rl.policy_loss.settings import LossKeywords
+from megatron_rl.losses.corrections import Correction, CorrectionSettings, counted_twice
+from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
+from megatron_rl.metrics.policy import PolicyStatistics
+from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.support import compare_supports
 
-# Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
+# Relative standard deviation above which the advantages of a sample vary. For equal numbers float64 sums give less than 1e-7.
 ADVANTAGE_VARIATION = 1e-5
 # The columns that every loss has.
 FIRST_COLUMNS = ("num_nonfinite", "counts")
 
 
-@dataclass(frozen=True)
-class LossInputs:
-    """One micro-batch of this rank. Masked positions, and padding past cu_seqlens[-1], may hold anything."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOptions:
+    """The keyword arguments of policy_loss, linear_policy_loss and loss_of_log_probs that are no tensors of a micro-batch. A call
+    that has no use for one refuses it.
 
-    old_log_probs: Tensor | None  # [T]
-    advantages: Tensor  # [N] or [T], as advantages_per says
-    advantages_per: str  # "sample" or "token"
-    loss_mask: Tensor  # [T] bool, False on padding
-    cu_seqlens: Tensor  # [N + 1]
-    token_weights: Tensor  # [N]
-    token_counts: Tensor | None  # [N] over all cp ranks
-    importance_weights: Tensor | None  # [T]
-    ref_log_probs: Tensor | None  # [T]
-    rollout_log_probs: Tensor | None  # [T]
-    regularizer_weights: Tensor | None  # [N]
-    correction: CorrectionSettings | None  # None: no correction, or an applied one
-    applied_correction: Correction | None = None  # is in importance_weights already
-    document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
-    entropy: Tensor | None = None  # [T] of the policy in training, where the loss reads it, or over more than log_probs are
-    sampling_support: SamplingSupport | None = None  # T rows
+    clip_ratio_low, clip_ratio_high: the ratio is clipped at 1 minus and 1 plus these; None: the loss's default.
+    loss_parameters: values of the parameters that the loss declares, by name; a missing one keeps its default.
+    temperature: the logits are divided by it: the sampling temperature of the rollouts.
+    vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
+    tp_group, cp_group: None: the groups of megatron.core.parallel_state, else one rank.
+    metrics: "none", "basic" or "with_entropy".
+    backend: "auto", "torch" or "triton".
+    correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
+    kl_coefficient, entropy_coefficient: 0 turns the term off.
+    kl_estimator: a registered estimator of KL(policy, reference), or module.function.
+    check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
+    loss_scale: the product of all factors of `.loss` before backward. None: backward makes the gradient, with any factor.
+        From logits: where a loss's coefficients are known row by row, one Triton kernel then makes the gradient in forward, with
+        two thirds of the memory traffic (docs/kernels.md, "One kernel, 4 bytes"). Out of place it is kept until backward. `.loss`
+        can be differentiated once, and backward checks the factor: another one raises on the CPU, and puts NaN into the gradient
+        on CUDA. An AssumedScale is for a caller who does not know the factor: the last one is assumed, and backward mends the
+        gradient of another. linear_policy_loss says what it does there.
+    inplace: of policy_loss: the gradient is written over the logits, by backward or, with loss_scale, by forward. Another backward
+        that needs the logits then raises. A later read of them finds the gradient, and nothing raises: take an entropy or a second
+        loss before.
+    max_logits_bytes: of linear_policy_loss, as the two below: the most bytes of all chunk buffers together. Smaller chunks cost
+        time, not precision.
+    sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
+    fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
+    """
+
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    loss_parameters: Mapping[str, float] = field(default_factory=dict)
+    temperature: float = 1.0
+    vocab_size: int | None = None
+    tp_group: Group = SINGLE
+    cp_group: Group = SINGLE
+    metrics: str = PolicyMetrics.NONE
+    backend: str = Backend.AUTO
+    correction: CorrectionSettings | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: str = DEFAULT_KL_ESTIMATOR
+    entropy_coefficient: float = 0.0
+    check_ranks: bool | None = None
+    loss_scale: Tensor | float | AssumedScale | None = None
+    inplace: bool = False
+    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
+    sequence_parallel: bool = False
+    fp32_logits: bool = False
+
+    @property
+    def estimator(self) -> KLEstimator | None:
+        """None: there is no KL term."""
+        return KL_ESTIMATORS.find(self.kl_estimator) if self.kl_coefficient else None
+
+    def keywords(self, loss: PolicyLoss) -> dict[str, float]:
+        """The keyword arguments of the loss's function: its clip and its parameters."""
+        clip = loss.clip_bounds(self.clip_ratio_low, self.clip_ratio_high)
+        parameters = loss.resolve_parameters(self.loss_parameters)
+        return parameters if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]} | parameters
+
+    def needs_entropy(self, loss: PolicyLoss) -> bool:
+        """Whether the loss, a coefficient or a metric needs the entropy, which costs a pass over the row."""
+        return loss.needs_entropy or self.entropy_coefficient != 0 or self.metrics == PolicyMetrics.WITH_ENTROPY
+
+    def refuse(self, names: tuple[str, ...], why: str) -> None:
+        """Raises ConfigError for the first of these options that is not at its default."""
+        for option in fields(self):
+            if option.name in names and getattr(self, option.name) != option.default:
+                raise ConfigError(f"{option.name}={getattr(self, option.name)!r} {why}; leave it out")
+
+
+def agreement_of(keywords: dict[str, Any]) -> RankAgreement | nullcontext[None]:
+    """Encloses all checks of a call, so that an error of one rank is named on all; one rank has nobody to compare with. The groups
+    are then those of the launch."""
+    tp_group, cp_group = (resolve_group(keywords.get(f"{name}_group"), name) for name in ("tp", "cp"))
+    keywords |= {"tp_group": tp_group, "cp_group": cp_group}
+    if tp_group.size() == cp_group.size() == 1:
+        return nullcontext()
+    return RankAgreement(tp_group, cp_group, check_ranks=keywords.get("check_ranks"))
+
+
+def options_and_tensors(keywords: Mapping[str, Any]) -> tuple[LossOptions, dict[str, Any]]:
+    """The options of a call, and the keywords of LossBatch. Raises ConfigError for an unknown one."""
+    known = [option.name for option in fields(LossOptions)]
+    if unknown := sorted(keywords.keys() - {*known, *OPTIONAL_FIELDS}):
+        raise ConfigError(
+            f"a policy loss takes no keyword {unknown[0]}: it takes {', '.join((*known, *OPTIONAL_FIELDS))}; parameters of a loss "
+            "are in loss_parameters"
+        )
+    tensors = {name: value for name, value in keywords.items() if name in OPTIONAL_FIELDS}
+    return LossOptions(**{name: value for name, value in keywords.items() if name not in tensors}), tensors
+
+
+def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, like_logits: Tensor) -> LossOptions:
+    """The options as numbers, with the backend that runs, and without a correction that is off.
+
+    Raises ConfigError for a value outside its range, and for a missing tensor that the loss or a term needs.
+    """
+    low, high = (
+        None if value is None else _number(name, value)
+        for name, value in (("clip_ratio_low", options.clip_ratio_low), ("clip_ratio_high", options.clip_ratio_high))
+    )
+    loss.clip_bounds(low, high)
+    coefficients = {name: _number(name, getattr(options, name)) for name in ("kl_coefficient", "entropy_coefficient")}
+    for name, value in coefficients.items():
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name}={getattr(options, name)} must be a finite number of at least 0; 0 turns the term off")
+    if not isinstance(options.metrics, str) or options.metrics not in set(PolicyMetrics):
+        raise ConfigError(f"metrics={options.metrics!r} is not one of {', '.join(PolicyMetrics)}")
+    if coefficients["kl_coefficient"] or options.kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
+        try:
+            KL_ESTIMATORS.find(options.kl_estimator)
+        except ConfigError as error:
+            raise ConfigError(f"kl_estimator={options.kl_estimator!r}: {error}") from error
+    if options.correction is not None:
+        _check_correction(loss, options.correction, batch.rollout_log_probs)
+    if coefficients["kl_coefficient"] and batch.ref_log_probs is None:
+        raise ConfigError(f"kl_coefficient={options.kl_coefficient} needs ref_log_probs [T]; pass them or set it to 0")
+    if any(coefficients.values()) and batch.regularizer_weights is None:
+        raise ConfigError(
+            "kl_coefficient and entropy_coefficient need regularizer_weights [N]: pass "
+            "megatron_rl.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
+        )
+    for name in loss.inputs_needed:
+        if getattr(batch, name) is None:
+            raise ConfigError(f"policy loss {loss.name!r} needs {name} [T]; pass them, or choose another loss")
+    return replace(
+        options,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        kl_coefficient=coefficients["kl_coefficient"],
+        entropy_coefficient=coefficients["entropy_coefficient"],
+        loss_parameters=loss.resolve_parameters(options.loss_parameters),
+        backend=resolve_backend(options.backend, like_logits),
+        correction=options.correction if options.correction is not None and options.correction.is_on else None,
+    )
+
+
+def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:
+    if not isinstance(correction, CorrectionSettings):
+        raise ConfigError(f"correction={correction!r} must be a CorrectionSettings, as in CorrectionSettings(kind='tis')")
+    problems = list(correction.problems())
+    if problems:
+        raise ConfigError(problems)
+    if correction.is_on and rollout_log_probs is None:
+        raise ConfigError("a correction compares with the sampler and needs rollout_log_probs [T]: pass them, or correction=None")
+    if correction.has_factor and loss.anchor == "rollout":
+        raise ConfigError(counted_twice(correction.kind, loss.name))
+
+
+def _number(name: str, value: object) -> float:
+    """The value as a float; inf where float32, in which the loss computes, cannot hold it. Raises ConfigError for no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Real):
+        raise ConfigError(f"{name}={value!r} must be a number")
+    number: Any = value  # numbers.Real has no type for its comparisons
+    return float(number) if abs(number) <= torch.finfo(torch.float32).max or number != number else math.copysign(math.inf, number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBatch:
+    """The tensors of one micro-batch of this rank. Masked positions, and padding past cu_seqlens[-1], may hold anything.
+
+    old_log_probs [T]: of the policy that the ratio compares with, in nats. None: on-policy.
+    advantages: [N] or [T] as the caller gives them, [T] inside.
+    loss_mask [T]: True on tokens that are trained; False on padding inside.
+    cu_seqlens [N + 1]: bounds of this rank's slices of the documents.
+    token_weights [N]: the weight of each token of a sample.
+    token_counts [N]: unmasked tokens of each sample over all cp ranks; they are checked. None: they are counted.
+    importance_weights [T]: constants that multiply a token's part of the loss.
+    ref_log_probs [T]: of the reference policy in nats, for the KL term.
+    rollout_log_probs [T]: of the sampling engine in nats, for a correction and losses that need them.
+    regularizer_weights [N]: of the KL and entropy terms, from megatron_rl.regularizer_weights; needed where a coefficient is not 0.
+    sampling_support: the ids that the sampler kept, a set for each row of the logits. log_probs, ratios, corrections and the KL
+        term are then over these sets: give all log-probabilities so. The entropy is over the vocabulary. None: all ids.
+    Set inside: documents [T], the document of each token, N on padding; entropy [T] of the policy in training, where the loss reads
+        it; correction, which importance_weights hold already.
+    """
+
+    old_log_probs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor
+    token_weights: Tensor
+    token_counts: Tensor | None = None
+    importance_weights: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    regularizer_weights: Tensor | None = None
+    sampling_support: SamplingSupport | None = None
+    documents: Tensor | None = None
+    entropy: Tensor | None = None
+    correction: Correction | None = None
 
     @property
     def num_documents(self) -> int:
         return self.cu_seqlens.numel() - 1
 
-    @property
-    def compares_with_sampler(self) -> bool:
-        """Whether rollout_log_probs are in a correction, so that they must be finite."""
-        return self.correction is not None or self.applied_correction is not None
-
-    @functools.cached_property
-    def token_documents(self) -> Tensor:
-        """[T] int64, N on padding."""
-        return document_ids(self.cu_seqlens, self.loss_mask.numel())
+    def spread(self, per_document: Tensor) -> Tensor:  # [N] -> [T], 0 on padding
+        return spread(per_document, not_none(self.documents))
 
     def anchor(self, log_probs: Tensor) -> Tensor:  # [T] -> [T] of its dtype
         """What the ratio compares log_probs with: themselves, where on-policy."""
         return log_probs if self.old_log_probs is None else self.old_log_probs.to(log_probs.dtype)
 
-    def token_advantages(self, dtype: torch.dtype) -> Tensor:  # [T]
-        advantages = self.advantages.to(dtype)
-        return spread(advantages, self.token_documents) if self.advantages_per == "sample" else advantages
+    def take(self, rows: slice | Tensor) -> LossBatch:  # [k] ascending
+        """These rows alone, of the same documents, which may be cut anywhere. Counts of whole documents are left out, unless the
+        loss reads them."""
+        vectors: dict[str, Any] = {name: None if (vector := getattr(self, name)) is None else vector[rows] for name in TOKEN_FIELDS}
+        if isinstance(rows, slice):
+            cu_seqlens = (self.cu_seqlens - rows.start).clamp(0, rows.stop - rows.start)
+        else:
+            cu_seqlens = torch.searchsorted(rows, self.cu_seqlens.to(rows.dtype)).to(self.cu_seqlens.dtype)
+        correction = None if self.correction is None else self.correction.of(rows)
+        return replace(self, **vectors, cu_seqlens=cu_seqlens, correction=correction, sampling_support=None)
 
 
-def are_coefficients_known_on_policy(loss: PolicyLoss, inputs: LossInputs) -> bool:
-    """Whether a sequence-level loss needs no log-probability: it reads the log-ratio, which is 0 on-policy, and counts."""
-    is_of_ratio = not loss.takes_log_probs and {*loss.needs} <= {"token_counts"} and inputs.correction is None
-    return loss.level == "sequence" and inputs.old_log_probs is None and is_of_ratio
+VECTORS = ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs")  # [T] each, besides the two below
+TOKEN_FIELDS = ("advantages", "loss_mask", "documents", "entropy", *VECTORS)
+DOCUMENT_FIELDS = ("token_weights", "token_counts", "regularizer_weights")
+OPTIONAL_FIELDS = (*VECTORS[1:], *DOCUMENT_FIELDS[1:], "sampling_support")
 
 
-def prepare_inputs(
+@dataclass(frozen=True, slots=True)
+class PolicyLossOutput:
+    """loss = policy_loss + kl_coefficient kl_loss - entropy_coefficient entropy is 0-d and differentiable, and has its own storage,
+    because schedules divide it in place; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is
+    None at "none". entropy_per_token is there where the loss, a coefficient or a metric needs it."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl_loss: Tensor | None
+    entropy: Tensor | None
+    log_probs: Tensor  # [T]
+    num_nonfinite: Tensor  # [N] int32
+    metrics: PolicyStatistics | None
+    correction: Correction | None = None  # None without a correction
+    entropy_per_token: Tensor | None = None  # [T], in nats; 0 in masked rows
+
+
+class Coefficients(NamedTuple):
+    """What a reducer computes beside the output."""
+
+    log_probs: Tensor  # [T] d loss / d log_probs
+    entropy: Tensor | None  # [T] d loss / d entropy
+    sums: Tensor  # [N, k] float64, over all cp ranks
+
+
+def prepared(
     loss: PolicyLoss,
-    options: LossKeywords,  # from with_defaults
-    cp_group: Group,
+    batch: LossBatch,  # as the caller gave it
     *,
     num_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
-    old_log_probs: Tensor | None,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    token_weights: Tensor,
-    document_lengths: Sequence[int] | None = None,
-) -> LossInputs:
-    """Checks shapes and dtypes, and finds out whether `advantages` are per sample or per token.
+    advantages_per: str | None = None,
+) -> LossBatch:
+    """The batch on the device with an advantage for each token; no padding is live. Raises DataError or ConfigError, which name the
+    argument.
 
     dtype: of the log-probabilities and of the loss; weights must be finite in it.
-    Raises DataError or ConfigError, which name the argument.
     """
-    old_log_probs = options["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
-    # All cp ranks reduce tensors whose shape depends on what advantages are.
-    ranks_must_agree = loss.level == "sequence" and cp_group.size() > 1
-    token_counts, regularizer_weights = options["token_counts"], options["regularizer_weights"]
-    required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
-    per_token = {
-        "old_log_probs": old_log_probs,
-        "importance_weights": options["importance_weights"],
-        "ref_log_probs": options["ref_log_probs"],
-        "rollout_log_probs": options["rollout_log_probs"],
-    }
-    optional = {**per_token, "token_counts": token_counts, "regularizer_weights": regularizer_weights}
-    _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
-    check_cu_seqlens(cu_seqlens, num_tokens)
-    num_documents = cu_seqlens.numel() - 1
-    check_loss_mask(loss_mask, num_tokens)
-    per_document = {
-        "token_weights": token_weights,
-        "token_counts": token_counts,
-        "regularizer_weights": regularizer_weights,
-    }
-    for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.shape != (length,):
-                raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
-    for name, tensor in (("advantages", advantages), *per_token.items(), *per_document.items()):
-        if tensor is not None and name != "token_counts" and (tensor.is_complex() or tensor.dtype == torch.bool):
-            raise DataError(f"{name} is {tensor.dtype}: a loss needs real numbers; pass a floating point tensor")
-    _check_weights("token_weights", token_weights, dtype)
-    _check_weights("regularizer_weights", regularizer_weights, dtype)
-    if token_counts is not None:
-        check_counts("token_counts", token_counts)
-    advantages_per = options["advantages_per"]
-    if advantages_per is None:
-        lengths = document_lengths if cp_group.size() == 1 else None
-        advantages_per = _meaning_of_advantages(advantages, num_tokens, cu_seqlens, lengths, ranks_must_agree)
-    else:
-        _check_advantages_per(advantages_per, advantages, {"sample": num_documents, "token": num_tokens})
+    if loss.anchor == "rollout":
+        batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+    required = ("cu_seqlens", "loss_mask", "advantages", "token_weights")
+    given = {name: getattr(batch, name) for name in (*required, *VECTORS, *DOCUMENT_FIELDS[1:])}
+    given = {name: value for name, value in given.items() if value is not None or name in required}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise DataError(f"{name} is {type(value).__name__}: pass a torch tensor")
+    check_cu_seqlens(batch.cu_seqlens, num_tokens)
+    check_loss_mask(batch.loss_mask, num_tokens)
+    for length, letter, names in ((num_tokens, "T", VECTORS), (batch.num_documents, "N", DOCUMENT_FIELDS)):
+        for name in names:
+            if name in given and given[name].shape != (length,):
+                raise DataError(f"{name} must be [{letter}={length}], got {tuple(given[name].shape)}")
+    for name in ("advantages", *VECTORS, "token_weights", "regularizer_weights"):
+        if name in given and (given[name].is_complex() or given[name].dtype == torch.bool):
+            raise DataError(f"{name} is {given[name].dtype}: a loss needs real numbers; pass a floating point tensor")
+    _check_weights("token_weights", batch.token_weights, dtype)
+    _check_weights("regularizer_weights", batch.regularizer_weights, dtype)
+    if batch.token_counts is not None:
+        check_counts("token_counts", batch.token_counts)
+    is_per_sample = _are_per_sample(batch.advantages, advantages_per, num_tokens, batch.cu_seqlens)
+    for name in ("loss_mask", "advantages", *VECTORS):
+        if name in given and given[name].device != device:
+            raise DataError(f"{name} is on {given[name].device} and the logits on {device}: move it with .to(logits.device)")
     # Counts and weights are small and may come from the host: they are copied to the logits' device.
-    cu_seqlens, token_weights = (value.to(device, non_blocking=True) for value in (cu_seqlens, token_weights))
-    token_counts, regularizer_weights = (
-        None if value is None else value.to(device, non_blocking=True) for value in (token_counts, regularizer_weights)
-    )
-    _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
-    loss_mask = loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1])
-    _check_weights("importance_weights", options["importance_weights"], dtype, loss_mask)
-    return LossInputs(
-        old_log_probs=old_log_probs,
-        advantages=advantages,
-        advantages_per=advantages_per,
-        loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
-        token_weights=token_weights,
-        token_counts=token_counts,
-        importance_weights=options["importance_weights"],
-        ref_log_probs=options["ref_log_probs"],
-        rollout_log_probs=options["rollout_log_probs"],
-        regularizer_weights=regularizer_weights,
-        correction=options["correction"] if options["correction"] is not None and options["correction"].is_on else None,
-        sampling_support=options["sampling_support"],
-    )
+    moved = {name: given[name].to(device, non_blocking=True) for name in ("cu_seqlens", *DOCUMENT_FIELDS) if name in given}
+    cu_seqlens = moved["cu_seqlens"]
+    loss_mask = batch.loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1])
+    _check_weights("importance_weights", batch.importance_weights, dtype, loss_mask)
+    batch = replace(batch, loss_mask=loss_mask, documents=document_ids(cu_seqlens, num_tokens), **moved)
+    return replace(batch, advantages=batch.spread(batch.advantages)) if is_per_sample else batch
+
+
+def compare_calls(
+    agreement: RankAgreement | None, loss: PolicyLoss, options: LossOptions, batch: LossBatch, advantages: Tensor
+) -> None:  # advantages: as the caller gave them
+    """Adds to the agreement what ranks that compute one loss must have in common: over tp all of it; over cp the options and the
+    [N] tensors."""
+    if agreement is None or not agreement.is_active:
+        return
+    agreement.add("policy loss", loss.name)
+    scale = options.loss_scale
+    as_text = {
+        "loss_scale": "a tensor" if isinstance(scale, Tensor) else "assumed" if isinstance(scale, AssumedScale) else scale,
+        "loss_parameters": str(options.loss_parameters),
+        "correction": str(options.correction),
+    }
+    for option in fields(options):
+        if option.name not in ("tp_group", "cp_group", "check_ranks"):
+            agreement.add(option.name, as_text.get(option.name, getattr(options, option.name)))
+    compare_supports(agreement, batch.sampling_support, batch.loss_mask)
+    agreement.add("number of documents", batch.num_documents)
+    agreement.add("cu_seqlens", batch.cu_seqlens, is_sliced=True)
+    for name in VECTORS:
+        vector = getattr(batch, name)  # masked values may be anything
+        agreement.add(name, None if vector is None else torch.where(batch.loss_mask, vector, 0), is_sliced=True)
+    is_per_token = advantages is batch.advantages
+    agreement.add("advantages", torch.where(batch.loss_mask, advantages, 0) if is_per_token else advantages, is_sliced=is_per_token)
+    for name in DOCUMENT_FIELDS:
+        agreement.add(name, getattr(batch, name))
 
 
 def check_loss_mask(loss_mask: Tensor, num_tokens: int) -> None:
@@ -194,16 +395,10 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
         )
 
 
-def given(tensor: Tensor | None) -> Tensor:
-    """The tensor, for type checkers: the checks of the options have shown that it is not None."""
+def not_none(tensor: Tensor | None) -> Tensor:
+    """The tensor; the checks have refused None."""
     assert tensor is not None
     return tensor
-
-
-def _check_are_tensors(arguments: Mapping[str, object]) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise DataError(f"{name} is {type(value).__name__}: pass a torch tensor")
 
 
 def _check_weights(name: str, weights: Tensor | None, dtype: torch.dtype, loss_mask: Tensor | None = None) -> None:
@@ -222,89 +417,68 @@ def _check_weights(name: str, weights: Tensor | None, dtype: torch.dtype, loss_m
         raise DataError(f"{name} has values below 0: a weight has no sign; the sign of a token is its advantage's")
 
 
-def _check_devices(device: torch.device, tensors: dict[str, Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise DataError(f"{name} is on {tensor.device} and the logits on {device}: move it with .to(logits.device)")
-
-
-def _check_advantages_per(advantages_per: str, advantages: Tensor, lengths: Mapping[str, int]) -> None:
-    if advantages_per not in lengths:
-        raise ConfigError(f'advantages_per={advantages_per!r} must be "sample", "token" or None')
-    if advantages.shape != (lengths[advantages_per],):
-        raise DataError(
-            f'advantages {tuple(advantages.shape)} with advantages_per="{advantages_per}" must be [{lengths[advantages_per]}]'
-        )
-
-
-def _meaning_of_advantages(
-    advantages: Tensor, num_tokens: int, cu_seqlens: Tensor, document_lengths: Sequence[int] | None, ranks_must_agree: bool
-) -> str:
-    """ "sample" or "token". It reads no value of the device: so a CUDA graph can hold the call."""
+def _are_per_sample(advantages: Tensor, advantages_per: str | None, num_tokens: int, cu_seqlens: Tensor) -> bool:
+    """Whether they are [N]. It reads no value of the device: so a CUDA graph can hold the call."""
     num_documents = cu_seqlens.numel() - 1
-    if advantages.shape == (num_documents,) and num_documents == num_tokens:
-        ranks_must_agree = ranks_must_agree and num_documents > 0
-        # Of one token and one sample both readings are the same number.
-        is_the_same = num_documents <= 1 or _have_one_token_each(cu_seqlens, document_lengths)
-        if is_the_same and not ranks_must_agree:
-            return "sample"
-        unknown = "cu_seqlens is on the device, where a loss reads no values"
-        why = unknown if is_the_same is None else "not every document has exactly one token"
-        why = "documents may have tokens on other ranks" if ranks_must_agree else why
+    lengths = {"sample": num_documents, "token": num_tokens}
+    if advantages_per is not None:
+        if advantages_per not in lengths:
+            raise ConfigError(f'advantages_per={advantages_per!r} must be "sample", "token" or None')
+        if advantages.shape != (lengths[advantages_per],):
+            raise DataError(
+                f'advantages {tuple(advantages.shape)} with advantages_per="{advantages_per}" must be [{lengths[advantages_per]}]'
+            )
+        return advantages_per == "sample"
+    if advantages.shape not in ((num_documents,), (num_tokens,)):
+        raise DataError(
+            f"advantages {tuple(advantages.shape)} must be [N={num_documents}], one a sample, or [T={num_tokens}], one a token"
+        )
+    if num_documents == num_tokens > 1 and (cu_seqlens.is_cuda or not bool((cu_seqlens.diff() == 1).all())):
+        # Of one token a sample both readings are the same numbers.
+        why = "cu_seqlens is on the device, where a loss reads no values"
+        why = why if cu_seqlens.is_cuda else "not every document has exactly one token"
         raise DataError(
             f"advantages [{num_tokens}] fit both {num_documents} samples and {num_tokens} tokens, and {why}: pass "
             'advantages_per="sample" or "token"'
         )
-    for meaning, length in (("sample", num_documents), ("token", num_tokens)):
-        if advantages.shape == (length,):
-            return meaning
-    raise DataError(
-        f"advantages {tuple(advantages.shape)} must be [N={num_documents}], one a sample, or [T={num_tokens}], one a token"
-    )
+    return advantages.shape == (num_documents,)
 
 
-def _have_one_token_each(cu_seqlens: Tensor, document_lengths: Sequence[int] | None) -> bool | None:
-    """None: the host does not know."""
-    if not cu_seqlens.is_cuda:
-        return bool((cu_seqlens.diff() == 1).all())
-    return None if document_lengths is None else all(type(length) is int and length == 1 for length in document_lengths)
-
-
-def checked_tensors(
-    loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
-) -> dict[str, Tensor]:  # [T] each
+def checked_tensors(loss: PolicyLoss, log_probs: Tensor, batch: LossBatch, options: LossOptions) -> dict[str, Tensor]:  # [T] each
     """The tensors that must be finite at every unmasked token, by their names in messages."""
     dtype = log_probs.dtype
-    tensors = {"log_probs": log_probs, "old_log_probs": inputs.anchor(log_probs), "advantages": inputs.token_advantages(dtype)}
+    tensors = {"log_probs": log_probs, "old_log_probs": batch.anchor(log_probs), "advantages": batch.advantages.to(dtype)}
     # In the dtype of the loss: 1e300 is finite only in float64.
-    if inputs.importance_weights is not None:
-        tensors["importance_weights"] = inputs.importance_weights.to(dtype)
-    if inputs.compares_with_sampler:
-        tensors["rollout_log_probs"] = given(inputs.rollout_log_probs).to(dtype)
-    if kl_coefficient:
-        tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
-    if inputs.sampling_support is not None and inputs.entropy is not None:  # a logit outside the set is in it, and not in log_probs
-        tensors["entropy"] = inputs.entropy
-    return tensors | further_inputs(loss, inputs, dtype)
+    if batch.importance_weights is not None:
+        tensors["importance_weights"] = batch.importance_weights.to(dtype)
+    if options.correction is not None:
+        tensors["rollout_log_probs"] = not_none(batch.rollout_log_probs).to(dtype)
+    if options.kl_coefficient:
+        tensors["ref_log_probs"] = not_none(batch.ref_log_probs).to(dtype)
+    if batch.sampling_support is not None and batch.entropy is not None:  # a logit outside the set is in it, and not in log_probs
+        tensors["entropy"] = batch.entropy
+    return tensors | further_inputs(loss, batch, dtype)
 
 
-def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
+def further_inputs(loss: PolicyLoss, batch: LossBatch, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
     """The further inputs that the loss declares, without what the sums give: counts of a sequence-level loss, and means."""
-    passed = [name for name in loss.needs if name not in ("token_counts", "mean_log_ratio")]
-    vectors = {name: given(getattr(inputs, name)).to(dtype) for name in passed}
-    if "token_counts" in loss.needs and loss.level != "sequence":
-        vectors["token_counts"] = spread(given(inputs.token_counts).to(dtype), inputs.token_documents)
-    return {name: vectors[name] for name in loss.needs if name in vectors}
+    vectors = {}
+    for name in loss.needs:
+        if name == "token_counts" and loss.level == "token":
+            vectors[name] = batch.spread(not_none(batch.token_counts).to(dtype))
+        elif name not in ("token_counts", "mean_log_ratio"):
+            vectors[name] = not_none(getattr(batch, name)).to(dtype)
+    return vectors
 
 
-def with_token_counts(loss: PolicyLoss, inputs: LossInputs, cp_group: Group) -> LossInputs:
-    """The inputs with the counts that the loss needs for its tokens; a sequence-level loss has them after the reduction.
+def with_token_counts(loss: PolicyLoss, batch: LossBatch, cp_group: Group) -> LossBatch:
+    """The batch with the counts that the loss needs for its tokens; a sequence-level loss has them after the reduction.
 
     Communication: where the caller gave none, one all-reduce of [N] over cp.
     """
-    if "token_counts" not in loss.needs or loss.level == "sequence" or inputs.token_counts is not None:
-        return inputs
-    return replace(inputs, token_counts=all_reduce_sum(document_sums(inputs.loss_mask, inputs.cu_seqlens), cp_group))
+    if "token_counts" not in loss.needs or loss.level == "sequence" or batch.token_counts is not None:
+        return batch
+    return replace(batch, token_counts=all_reduce_sum(document_sums(batch.loss_mask, batch.cu_seqlens), cp_group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,24 +489,20 @@ class DocumentSums:
     counts: Tensor
     means: dict[str, Tensor]  # mean_columns in the dtype of log_probs
     importance: Tensor | None
-    advantages: Tensor | None  # one per document, from [T] input
     advantages_vary: Tensor | None  # [N] bool
     is_miscounted: Tensor | None  # [N] bool: the caller's token_counts differ
 
 
-def sum_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
+def sum_columns(loss: PolicyLoss, batch: LossBatch) -> tuple[str, ...]:
     """The k columns of the reduced [N, k] tensor. Their order depends only on settings, so it is the same on every rank."""
     columns = [*FIRST_COLUMNS, *mean_columns(loss)]
     if loss.level == "sequence":
-        if inputs.importance_weights is not None:
-            columns.append("importance")
-        if inputs.advantages_per == "token":
-            columns += ["advantages", "squared_advantages"]
+        columns += ["advantages", "squared_advantages", *(() if batch.importance_weights is None else ("importance",))]
     return tuple(columns)
 
 
 def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
-    """The vectors whose mean over a sample's tokens the loss needs."""
+    """The vectors whose mean over a sample's tokens the loss needs, besides the advantages."""
     if loss.level != "sequence":
         return ("log_ratio",) if loss.reads_means else ()
     further = (name for name in loss.needs if name != "token_counts")
@@ -352,39 +522,65 @@ def mean_of_documents(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tenso
 def read_sums(
     loss: PolicyLoss,
     reduced: Tensor,  # [N, k] float64, in the order of sum_columns
-    inputs: LossInputs,
+    batch: LossBatch,
     dtype: torch.dtype,
 ) -> DocumentSums:
     """Reads the reduced columns by name and computes means and errors from them. dtype: of the log-probabilities and the means."""
-    column = dict(zip(sum_columns(loss, inputs), reduced.unbind(-1), strict=True))
+    column = dict(zip(sum_columns(loss, batch), reduced.unbind(-1), strict=True))
     num_nonfinite, counts = column["num_nonfinite"], column["counts"]
-    mean_advantages = vary = is_miscounted = None
+    names, vary, is_miscounted = mean_columns(loss), None, None
     # Reading a flag on CUDA would synchronise. So a wrong document counts as non-finite, which stops the step before the optimiser.
-    if "advantages" in column:
-        mean_advantages = column["advantages"] / counts.clamp(min=1)
+    if loss.level == "sequence":
+        names = (*names, "advantages")
         mean_square = column["squared_advantages"] / counts.clamp(min=1)
-        vary = (mean_square - mean_advantages.square()) > ADVANTAGE_VARIATION**2 * mean_square
+        vary = (mean_square - (column["advantages"] / counts.clamp(min=1)).square()) > ADVANTAGE_VARIATION**2 * mean_square
         num_nonfinite = num_nonfinite + torch.where(vary, counts, 0.0)
-    if inputs.token_counts is not None:
-        is_miscounted = inputs.token_counts != counts
+    if batch.token_counts is not None:
+        is_miscounted = batch.token_counts != counts
         num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
     return DocumentSums(
         num_nonfinite=num_nonfinite,
         counts=counts,
-        means={name: mean_of_documents(column[name], counts, dtype) for name in mean_columns(loss)},
+        means={name: mean_of_documents(column[name], counts, dtype) for name in names},
         importance=column.get("importance"),
-        advantages=mean_advantages,
         advantages_vary=vary,
         is_miscounted=is_miscounted,
     )
 
 
-def has_bad_data(sums: DocumentSums) -> bool:
-    """Whether a document cannot be trained: bad_data words it. After the all-reduce the answer is the same on all cp ranks, so
-    that these raise together. On CUDA nothing is read, and the answer is False."""
-    return not sums.num_nonfinite.is_cuda and bool((sums.num_nonfinite > 0).any())
+def refuse_bad_data(loss: PolicyLoss, output: PolicyLossOutput, sums: Tensor, batch: LossBatch, options: LossOptions) -> None:
+    """Raises DataError where a document cannot be trained: token_counts that differ from the mask's, advantages that vary inside a
+    sample, and values that are not finite.
 
-
-def is_any(is_bad: Tensor) -> bool:
-    """Of results of a loss that are not finite. On CUDA nothing is read, and the answer is False."""
-    return not is_bad.is_cuda and bool(is_bad.any())
+    The number of the latter is summed over cp, so that these ranks raise together. On CUDA nothing is read: num_nonfinite tells.
+    """
+    if output.num_nonfinite.is_cuda or not bool((output.num_nonfinite > 0).any()):
+        return
+    read, document = read_sums(loss, sums, batch, output.log_probs.dtype), int((output.num_nonfinite > 0).nonzero()[0])
+    if read.is_miscounted is not None and bool(read.is_miscounted.any()):
+        document = int(read.is_miscounted.nonzero()[0])
+        raise DataError(
+            f"token_counts says {not_none(batch.token_counts)[document].item():g} for document {document}, and loss_mask has "
+            f"{int(read.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
+        )
+    if read.advantages_vary is not None and bool(read.advantages_vary.any()):
+        raise DataError(
+            f"advantages vary inside document {int(read.advantages_vary.nonzero()[0])}: a sequence-level loss takes one advantage "
+            "per sample; average them in the rollout, or use a token-level loss (grpo)"
+        )
+    here = batch.loss_mask & (batch.documents == document)
+    tensors = checked_tensors(loss, output.log_probs, replace(batch, entropy=output.entropy_per_token), options)
+    names = [name for name, tensor in tensors.items() if bool((here & ~torch.isfinite(tensor)).any())]
+    where, remedy = (
+        f"in {', '.join(names)}",
+        "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample",
+    )
+    if not names:
+        where = "on another context-parallel rank, or in what a function returns for finite inputs"
+        remedy = "Mask the token or drop the sample"
+        if not POLICY_LOSSES.is_built_in(loss.name):
+            remedy = f"In {loss.name} write bounded_exp for exp, and keep divisors above 0"
+    raise DataError(
+        f"document {document} of the micro-batch has {int(output.num_nonfinite[document])} unmasked tokens with a value that is "
+        f"not finite, {where}; {int((output.num_nonfinite > 0).sum())} documents are affected. {remedy}"
+    )

@@ -7,16 +7,19 @@ row's coefficients c and e. The second walk goes backwards and writes the gradie
 that are under way at once fit there. So each logit is read from memory once and written once: 4 bytes a bf16 logit instead of 6.
 The statistics, the coefficients and the gradient are the functions of the other kernels; only the lanes of a row are more.
 
-Loss, metrics and counts come from reduce_loss_triton afterwards, from log_probs [T]. Derivation: docs/kernels.md.
+Loss, metrics and counts come from reduce_triton afterwards, from log_probs [T]. Derivation: docs/kernels.md.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import PolicyLoss
 from megatron_rl.ops.assumed_scale import Assumption
 from megatron_rl.ops.backends import (
@@ -30,14 +33,13 @@ from megatron_rl.ops.backends import (
 )
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.log_probs_triton import LOG2_E, row_result, statistics_of_row, write_gradient_of_row
-from megatron_rl.policy_loss.inputs import LossInputs, are_coefficients_known_on_policy, further_inputs
-from megatron_rl.policy_loss.reduce_triton import reduce_loss_triton
-from megatron_rl.policy_loss.settings import LossSettings
+from megatron_rl.policy_loss.inputs import LossBatch, LossOptions, further_inputs
+from megatron_rl.policy_loss.reduce_triton import reduce_triton
 from megatron_rl.policy_loss.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, twin_of_kl, weights_of_tokens
 
 
 def plan_one_read(
-    loss: PolicyLoss, logits: Tensor, inputs: LossInputs, settings: LossSettings, *, is_assumed: bool
+    loss: PolicyLoss, logits: Tensor, batch: LossBatch, options: LossOptions, *, is_assumed: bool
 ) -> OneReadConfiguration | None:
     """How one kernel takes these logits; None where statistics and gradient stay two kernels:
 
@@ -49,20 +51,22 @@ def plan_one_read(
     - the factor is assumed and the gradient is float16: a wrong guess would leave zeros or infinities, which no factor mends;
     - the rows are too few.
     """
-    if settings.tp_group.size() > 1 or logits.numel() == 0 or not has_flat_rows(logits):
+    if options.tp_group.size() > 1 or logits.numel() == 0 or not has_flat_rows(logits):
         return None
     if is_assumed and logits.dtype == torch.float16:
         return None
-    is_known_before = settings.cp_group.size() == 1 and are_coefficients_known_on_policy(loss, inputs)
-    if not (is_coefficient_known_in_row(loss, inputs) or is_known_before):
+    has_late_correction = options.correction is not None and batch.correction is None
+    # A loss that reads the entropy gets it from the kernels of rows.
+    is_known_in_row = loss.level == "token" and not has_late_correction and not loss.needs_entropy
+    if not is_known_in_row and (options.cp_group.size() > 1 or not is_known_on_policy(loss, batch, options)):
         return None
     return one_read_configuration(logits.shape[0], logits.shape[1] * logits.itemsize, logits.device)
 
 
-def is_coefficient_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:
-    """Whether the coefficient of a row needs nothing but its log-probability and its own inputs. A loss that reads the entropy
-    gets it from the kernels of rows."""
-    return loss.level == "token" and inputs.correction is None and not loss.needs_entropy
+def is_known_on_policy(loss: PolicyLoss, batch: LossBatch, options: LossOptions) -> bool:
+    """Whether a sequence-level loss needs no log-probability: it reads the log-ratio, which is 0 on-policy, and counts."""
+    is_of_ratio = not loss.takes_log_probs and {*loss.needs} <= {"token_counts"} and options.correction is None
+    return loss.level == "sequence" and batch.old_log_probs is None and is_of_ratio
 
 
 @triton.jit
@@ -94,7 +98,7 @@ def one_read_kernel(
     LOSS_MASK,  # [T] uint8
     POLICY_COEFFICIENTS,  # [T] float32, the policy term's coefficients where they are known before; else None
     OLD_LOG_PROBS,  # [T] or None
-    ADVANTAGES,  # [N] or [T]
+    ADVANTAGES,  # [T]
     IMPORTANCE_WEIGHTS,  # [T] or None
     REF_LOG_PROBS,  # [T] or None
     VECTORS,  # tuple of [T], or None
@@ -120,7 +124,6 @@ def one_read_kernel(
     stride,
     out_shift,
     out_stride,
-    HAS_TOKEN_ADVANTAGES: tl.constexpr,
     KL_TWIN: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
     KL_TAKES_LOG_RATIO: tl.constexpr,
     LOSS: tl.constexpr,
@@ -152,14 +155,10 @@ def one_read_kernel(
             coefficients = tl.load(POLICY_COEFFICIENTS + tokens)
         else:
             weight = tl.load(TOKEN_WEIGHTS + document).to(tl.float32)
-            advantages = 0.0
-            if not HAS_TOKEN_ADVANTAGES:
-                advantages = spread(tl.load(ADVANTAGES + document), 1)
             _, derivative = apply_to_tokens(
                 LOSS,
                 IS_OF_RATIO,
                 new,
-                advantages,
                 OLD_LOG_PROBS,
                 ADVANTAGES,
                 VECTORS,
@@ -168,7 +167,6 @@ def one_read_kernel(
                 lowest_ratio,
                 highest_ratio,
                 parameters,
-                HAS_TOKEN_ADVANTAGES,
             )
             coefficients = weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_token) * derivative
         if REGULARIZER_WEIGHTS is not None:
@@ -212,43 +210,42 @@ def read_once(
     loss: PolicyLoss,
     logits: Tensor,  # [T, V]
     labels: Tensor,  # [T] int64
-    inputs: LossInputs,
-    settings: LossSettings,
+    batch: LossBatch,
+    options: LossOptions,
     shard: VocabShard,
     configuration: OneReadConfiguration,  # of plan_one_read
-    *,
     made_with: Tensor | float | Assumption,
-    inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [T], entropy [T], gradient [T, V]
     """One launch. In place the gradient is in the logits' memory.
 
-    The policy term's coefficients that are known before the rows come from reduce_loss_triton: three launches more.
+    The policy term's coefficients that are known before the rows come from reduce_triton: three launches more.
     """
     policy_coefficients = None
     with torch.cuda.device_of(logits):
         log_probs, entropies = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
-        if are_coefficients_known_on_policy(loss, inputs):
-            policy_coefficients = reduce_loss_triton(loss, log_probs.zero_(), None, inputs, settings.policy_alone()).coefficients
-        equation = equation_of(loss, inputs, settings)
-        gradient = logits.detach() if inplace else gradient_like(logits)
+        if loss.level == "sequence":
+            alone = replace(options, kl_coefficient=0.0, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
+            policy_coefficients = reduce_triton(loss, log_probs.zero_(), None, batch, alone)[1].log_probs
+        equation, estimator = equation_of(loss, options), options.estimator
+        gradient = logits.detach() if options.inplace else gradient_like(logits)
         rows, out = flat_rows(logits), flat_rows(gradient)
-        has_regularizer = settings.kl_coefficient != 0 or settings.entropy_coefficient != 0
+        has_regularizer = options.kl_coefficient != 0 or options.entropy_coefficient != 0
         loss_scale = made_with.factor if isinstance(made_with, Assumption) else made_with
         scale = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.device == logits.device else None
         one_read_kernel[(logits.shape[0],)](
             X=rows.pointer,
             OUT=out.pointer,
             LABELS=labels.contiguous(),
-            LOSS_MASK=inputs.loss_mask.contiguous().view(torch.uint8),
+            LOSS_MASK=batch.loss_mask.contiguous().view(torch.uint8),
             POLICY_COEFFICIENTS=policy_coefficients,
-            OLD_LOG_PROBS=_contiguous(inputs.old_log_probs),
-            ADVANTAGES=inputs.advantages.contiguous(),
-            IMPORTANCE_WEIGHTS=_contiguous(inputs.importance_weights),
-            REF_LOG_PROBS=_contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
-            VECTORS=tuple(vector.contiguous() for vector in further_inputs(loss, inputs, torch.float32).values()) or None,
-            CU_SEQLENS=inputs.cu_seqlens.contiguous(),
-            TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
-            REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
+            OLD_LOG_PROBS=_contiguous(batch.old_log_probs),
+            ADVANTAGES=batch.advantages.contiguous(),
+            IMPORTANCE_WEIGHTS=_contiguous(batch.importance_weights),
+            REF_LOG_PROBS=_contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
+            VECTORS=tuple(vector.contiguous() for vector in further_inputs(loss, batch, torch.float32).values()) or None,
+            CU_SEQLENS=batch.cu_seqlens.contiguous(),
+            TOKEN_WEIGHTS=batch.token_weights.contiguous(),
+            REGULARIZER_WEIGHTS=_contiguous(batch.regularizer_weights) if has_regularizer else None,
             LOSS_SCALE=None if scale is None else scale.detach().float(),
             LOG_PROBS=log_probs,
             ENTROPIES=entropies,
@@ -256,9 +253,9 @@ def read_once(
             lowest_ratio=equation.lowest_ratio,
             highest_ratio=equation.highest_ratio,
             parameters=equation.parameters,
-            kl_coefficient=float(settings.kl_coefficient),
-            entropy_coefficient=float(settings.entropy_coefficient),
-            num_documents=inputs.num_documents,
+            kl_coefficient=float(options.kl_coefficient),
+            entropy_coefficient=float(options.entropy_coefficient),
+            num_documents=batch.num_documents,
             inverse_temperature=shard.inverse_temperature,
             qk=shard.inverse_temperature * LOG2_E,
             num_columns=shard.num_columns,
@@ -268,17 +265,16 @@ def read_once(
             stride=rows.stride,
             out_shift=out.shift,
             out_stride=out.stride,
-            HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
-            KL_TWIN=None if settings.kl_estimator is None else twin_of_kl(settings.kl_estimator),
-            KL_TAKES_LOG_RATIO=settings.kl_estimator is not None and settings.kl_estimator.takes_log_ratio,
+            KL_TWIN=None if estimator is None else twin_of_kl(estimator),
+            KL_TAKES_LOG_RATIO=estimator is not None and estimator.takes_log_ratio,
             LOSS=equation.twin,
             IS_OF_RATIO=equation.is_of_ratio,
             L=configuration.lanes,
             U=configuration.tiles,
             VECTOR=16 // logits.itemsize,
             BLOCK=configuration.block,
-            WITH_ENTROPY=settings.needs_entropy,
-            HAS_ENTROPY_TERM=settings.entropy_coefficient != 0,
+            WITH_ENTROPY=options.needs_entropy(loss),
+            HAS_ENTROPY_TERM=options.entropy_coefficient != 0,
             num_warps=configuration.num_warps,
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=True,

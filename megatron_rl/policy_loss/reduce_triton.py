@@ -1,4 +1,4 @@
-"""Computes loss and coefficients in Triton, with the same collectives: the twin of reduce_torch.py.
+"""Computes loss and coefficients in Triton, with the same collectives: as reduce_torch.py does.
 
     document_sums           grid (N)      [T] -> sums [N, k] float64, which cp reduces once
     loss_and_coefficients   grid (N + 1)  sums, [T] -> coefficients [T], entropy_coefficients [T], terms [N, 3] float64
@@ -23,35 +23,30 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import PolicyLoss
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
-from megatron_rl.policy_loss.bad_data import bad_data, nonfinite_loss
-from megatron_rl.policy_loss.corrected_inputs import corrected, correction_metric_sums
 from megatron_rl.policy_loss.inputs import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
-    LossInputs,
-    checked_tensors,
+    Coefficients,
+    LossBatch,
+    LossOptions,
+    PolicyLossOutput,
     further_inputs,
-    given,
-    has_bad_data,
-    is_any,
+    not_none,
     read_sums,
     sum_columns,
     vectors_of_samples,
 )
-from megatron_rl.policy_loss.reduce_torch import LossResult, metric_sums_in_torch, with_support_sums
-from megatron_rl.policy_loss.settings import LossSettings
+from megatron_rl.policy_loss.reduce_torch import metrics_of
 from megatron_rl.policy_loss.twin_triton import (
     Equation,
     apply_to_sample,
     apply_to_tokens,
     equation_of,
     kl_of_tokens,
-    load_advantage,
     load_live,
     load_old,
     load_tokens,
     mean,
-    spread,
     twin_of_kl,
     weights_of_tokens,
 )
@@ -83,7 +78,7 @@ def _is_finite(x):
 def document_sums_kernel(
     LOG_PROBS,  # [T]
     OLD_LOG_PROBS,  # [T] or None
-    ADVANTAGES,  # [N] or [T]
+    ADVANTAGES,  # [T]
     IMPORTANCE_WEIGHTS,  # [T] or None
     REF_LOG_PROBS,  # [T] or None
     VECTORS,  # tuple of [T], the loss's further inputs, or None
@@ -95,10 +90,9 @@ def document_sums_kernel(
     LOG_PROBS_COLUMN: tl.constexpr,
     IMPORTANCE_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
-    HAS_TOKEN_ADVANTAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes reduce_torch.sum_columns. A value counts as finite if float32, in which the loss computes, can hold it."""
+    """Writes inputs.sum_columns. A value counts as finite if float32, in which the loss computes, can hold it."""
     document = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
     num_nonfinite, count = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
@@ -109,10 +103,7 @@ def document_sums_kernel(
         tokens, is_live, new = load_tokens(LOG_PROBS, LOSS_MASK, start, end, BLOCK)
         old = load_old(OLD_LOG_PROBS, new, tokens, is_live)
         is_finite = _is_finite(new) & _is_finite(old)
-        if HAS_TOKEN_ADVANTAGES:
-            advantages = load_live(ADVANTAGES, tokens, is_live)
-        else:
-            advantages = spread(tl.load(ADVANTAGES + document), BLOCK)
+        advantages = load_live(ADVANTAGES, tokens, is_live)
         is_finite = is_finite & _is_finite(advantages)
         if IMPORTANCE_WEIGHTS is not None:
             weights = tl.load(IMPORTANCE_WEIGHTS + tokens, mask=is_live, other=0.0)
@@ -178,7 +169,7 @@ def _num_nonfinite(sums, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.co
 def loss_and_coefficients_kernel(
     LOG_PROBS,  # [T]
     OLD_LOG_PROBS,  # [T] or None
-    ADVANTAGES,  # [N] or [T]
+    ADVANTAGES,  # [T]
     IMPORTANCE_WEIGHTS,  # [T] or None
     REF_LOG_PROBS,  # [T] or None
     ENTROPIES,  # [T] or None
@@ -205,7 +196,6 @@ def loss_and_coefficients_kernel(
     LOG_PROBS_COLUMN: tl.constexpr,
     IMPORTANCE_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
-    HAS_TOKEN_ADVANTAGES: tl.constexpr,
     KL_TWIN: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
     KL_TAKES_LOG_RATIO: tl.constexpr,
     LOSS: tl.constexpr,
@@ -230,16 +220,12 @@ def loss_and_coefficients_kernel(
     regularizer_weight = 0.0
     if REGULARIZER_WEIGHTS is not None:
         regularizer_weight = tl.load(REGULARIZER_WEIGHTS + document).to(tl.float32)
-    advantages = 0.0
-    if not HAS_TOKEN_ADVANTAGES:
-        advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
         value, derivative = apply_to_sample(
             LOSS,
             IS_OF_RATIO,
             sums,
             count,
-            advantages,
             VECTORS,
             document,
             lowest_ratio,
@@ -247,6 +233,7 @@ def loss_and_coefficients_kernel(
             parameters,
             LOG_RATIO_COLUMN,
             LOG_PROBS_COLUMN,
+            ADVANTAGES_COLUMN,
             BLOCK,
         )
         coefficient = weight * derivative
@@ -262,7 +249,6 @@ def loss_and_coefficients_kernel(
                 LOSS,
                 IS_OF_RATIO,
                 new,
-                advantages,
                 OLD_LOG_PROBS,
                 ADVANTAGES,
                 VECTORS,
@@ -271,7 +257,6 @@ def loss_and_coefficients_kernel(
                 lowest_ratio,
                 highest_ratio,
                 parameters,
-                HAS_TOKEN_ADVANTAGES,
             )
             coefficient = value_weights * derivative
         num_bad += (is_live & ((_is_finite(value) & _is_finite(derivative)) == 0)).to(tl.int32)
@@ -329,7 +314,7 @@ class _Documents:
 
     log_probs: Tensor  # [T]
     old_log_probs: Tensor | None  # [T]
-    advantages: Tensor  # [N] or [T]
+    advantages: Tensor  # [T]
     importance_weights: Tensor | None  # [T]
     ref_log_probs: Tensor | None  # [T]; None without a KL term
     vectors: tuple[Tensor, ...] | None  # [T] each, the loss's further inputs; of a sequence-level loss [N] after the reduction
@@ -343,91 +328,72 @@ class _Documents:
 
 
 @torch.no_grad()
-def reduce_loss_triton(
+def reduce_triton(
     loss: PolicyLoss,  # with a declared twin
     log_probs: Tensor,  # [T] float32
     entropy: Tensor | None,  # [T] float32
-    inputs: LossInputs,
-    settings: LossSettings,
+    batch: LossBatch,
+    options: LossOptions,
     *,
     block: int = BLOCK,
-) -> LossResult:
-    """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches; metrics are in torch."""
-    assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
-    if loss.needs_entropy or inputs.sampling_support is not None:
-        inputs = replace(inputs, entropy=entropy)
-    if inputs.correction is not None:
-        inputs = corrected(inputs, log_probs, settings.cp_group)
-    documents = _documents(loss, log_probs, inputs, settings)
+) -> tuple[PolicyLossOutput, Coefficients]:
+    """`reduce_torch` in three launches: equation, communication and errors are the same. Metrics are in torch."""
+    assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take reduce_torch"
+    documents = _documents(loss, log_probs, batch, options)
     # Triton launches on the current device, not on its arguments' device.
     with torch.cuda.device_of(log_probs):
-        sums = _document_sums(documents, inputs, block)
+        sums = _document_sums(documents, batch, options, block)
         if loss.level == "sequence":
-            for name, vector in further_inputs(loss, inputs, log_probs.dtype).items():
-                sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, vector, 0.0), inputs.cu_seqlens)
-        sums = all_reduce_sum(sums, settings.cp_group)
-        if not sums.is_cuda:
-            if has_bad_data(read := read_sums(loss, sums, inputs, log_probs.dtype)):
-                raise bad_data(loss, read, log_probs, inputs, settings.kl_coefficient)
+            for name, vector in further_inputs(loss, batch, log_probs.dtype).items():
+                sums[:, documents.column(name)] = document_sums(torch.where(batch.loss_mask, vector, 0.0), batch.cu_seqlens)
+        sums = all_reduce_sum(sums, options.cp_group)
         if loss.level == "sequence" and loss.needs:
-            vectors = vectors_of_samples(loss, read_sums(loss, sums, inputs, log_probs.dtype), log_probs.dtype)
+            vectors = vectors_of_samples(loss, read_sums(loss, sums, batch, log_probs.dtype), log_probs.dtype)
             documents = replace(documents, vectors=tuple(vector.contiguous() for vector in vectors.values()))
-        equation = equation_of(loss, inputs, settings)
-        terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
-            documents, sums, equation, entropy, inputs, settings, block
+        terms, c, e, num_nonfinite = _loss_and_coefficients(
+            documents, sums, equation_of(loss, options), entropy, batch, options, block
         )
-        if not num_nonfinite.is_cuda:  # the comparison would be one more launch
-            with settings.agreement():
-                if is_any(is_bad := num_nonfinite > 0):
-                    raise nonfinite_loss(loss, is_bad)
-        total, (policy_loss, kl_loss, entropy_sum) = _finish(terms, settings)
-        metric_sums = None
-        if settings.metrics != PolicyMetrics.NONE:
-            metric_sums = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
-            if inputs.applied_correction is not None:
-                advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
-                of_correction = correction_metric_sums(
-                    inputs.applied_correction, advantages, inputs, sums[:, documents.column("counts")]
-                )
-                metric_sums = replace(metric_sums, correction=of_correction)
-            if inputs.sampling_support is not None:
-                metric_sums = with_support_sums(metric_sums, log_probs, inputs, sums[:, documents.column("counts")])
-    return LossResult(
+        total, (policy_loss, kl_loss, entropy_sum) = _finish(terms, options)
+        metrics = None
+        if options.metrics != PolicyMetrics.NONE:
+            metrics = metrics_of(loss, log_probs, entropy, batch, read_sums(loss, sums, batch, log_probs.dtype), options)
+    output = PolicyLossOutput(
         loss=total,
         policy_loss=policy_loss,
-        kl_loss=kl_loss if settings.kl_coefficient else None,
-        entropy=entropy_sum if settings.entropy_coefficient else None,
-        coefficients=coefficients,
-        entropy_coefficients=entropy_coefficients,
+        kl_loss=kl_loss if options.kl_coefficient else None,
+        entropy=entropy_sum if options.entropy_coefficient else None,
+        log_probs=log_probs,
         num_nonfinite=num_nonfinite,
-        metric_sums=metric_sums,
-        correction=inputs.applied_correction,
+        metrics=metrics,
+        correction=batch.correction,
+        entropy_per_token=entropy if options.needs_entropy(loss) else None,
     )
+    return output, Coefficients(c, e, sums)
 
 
-def _documents(loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, settings: LossSettings) -> _Documents:
+def _documents(loss: PolicyLoss, log_probs: Tensor, batch: LossBatch, options: LossOptions) -> _Documents:
     return _Documents(
         log_probs=log_probs.contiguous(),
-        old_log_probs=_contiguous(inputs.old_log_probs),
-        advantages=inputs.advantages.contiguous(),
-        importance_weights=_contiguous(inputs.importance_weights),
-        ref_log_probs=_contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
-        vectors=tuple(vector.contiguous() for vector in further_inputs(loss, inputs, log_probs.dtype).values()) or None,
-        loss_mask=inputs.loss_mask.contiguous().view(torch.uint8),
-        cu_seqlens=inputs.cu_seqlens.contiguous(),
-        columns=sum_columns(loss, inputs),
+        old_log_probs=_contiguous(batch.old_log_probs),
+        advantages=batch.advantages.contiguous(),
+        importance_weights=_contiguous(batch.importance_weights),
+        ref_log_probs=_contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
+        vectors=tuple(vector.contiguous() for vector in further_inputs(loss, batch, log_probs.dtype).values()) or None,
+        loss_mask=batch.loss_mask.contiguous().view(torch.uint8),
+        cu_seqlens=batch.cu_seqlens.contiguous(),
+        columns=sum_columns(loss, batch),
     )
 
 
-def _document_sums(documents: _Documents, inputs: LossInputs, block: int) -> Tensor:  # [N, k] float64
-    sums = documents.log_probs.new_empty(inputs.num_documents, len(documents.columns), dtype=torch.float64)
+def _document_sums(documents: _Documents, batch: LossBatch, options: LossOptions, block: int) -> Tensor:  # [N, k] float64
+    sums = documents.log_probs.new_empty(batch.num_documents, len(documents.columns), dtype=torch.float64)
     # This kernel only checks that the vectors are finite.
     checked = documents.vectors or ()
-    if inputs.compares_with_sampler:
-        checked = (*checked, given(inputs.rollout_log_probs).contiguous())
-    if inputs.sampling_support is not None and inputs.entropy is not None:
-        checked = (*checked, inputs.entropy.contiguous())
-    document_sums_kernel[(inputs.num_documents,)](
+    if options.correction is not None:
+        checked = (*checked, not_none(batch.rollout_log_probs).contiguous())
+    if batch.sampling_support is not None and batch.entropy is not None:
+        checked = (*checked, batch.entropy.contiguous())
+    document_sums_kernel[(batch.num_documents,)](
         LOG_PROBS=documents.log_probs,
         OLD_LOG_PROBS=documents.old_log_probs,
         ADVANTAGES=documents.advantages,
@@ -442,7 +408,6 @@ def _document_sums(documents: _Documents, inputs: LossInputs, block: int) -> Ten
         LOG_PROBS_COLUMN=documents.column("log_probs"),
         IMPORTANCE_COLUMN=documents.column("importance"),
         ADVANTAGES_COLUMN=documents.column("advantages"),
-        HAS_TOKEN_ADVANTAGES=inputs.advantages_per == "token",
         BLOCK=block,
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,
@@ -456,18 +421,18 @@ def _loss_and_coefficients(
     sums: Tensor,  # [N, k] float64, over all cp ranks
     equation: Equation,
     entropy: Tensor | None,  # [T]
-    inputs: LossInputs,
-    settings: LossSettings,
+    batch: LossBatch,
+    options: LossOptions,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(terms [N, 3] float64, coefficients [T], entropy_coefficients [T] or None, num_nonfinite [N] int32)."""
-    log_probs, has_entropy_term = documents.log_probs, settings.entropy_coefficient != 0
-    has_regularizer = has_entropy_term or settings.kl_coefficient != 0
-    terms = log_probs.new_empty(inputs.num_documents, 3, dtype=torch.float64)
+    log_probs, has_entropy_term, estimator = documents.log_probs, options.entropy_coefficient != 0, options.estimator
+    has_regularizer = has_entropy_term or options.kl_coefficient != 0
+    terms = log_probs.new_empty(batch.num_documents, 3, dtype=torch.float64)
     coefficients = torch.empty_like(log_probs)
     entropy_coefficients = torch.empty_like(log_probs) if has_entropy_term else None
-    num_nonfinite = log_probs.new_empty(inputs.num_documents, dtype=torch.int32)
-    loss_and_coefficients_kernel[(inputs.num_documents + 1,)](
+    num_nonfinite = log_probs.new_empty(batch.num_documents, dtype=torch.int32)
+    loss_and_coefficients_kernel[(batch.num_documents + 1,)](
         LOG_PROBS=log_probs,
         OLD_LOG_PROBS=documents.old_log_probs,
         ADVANTAGES=documents.advantages,
@@ -478,9 +443,9 @@ def _loss_and_coefficients(
         LOSS_MASK=documents.loss_mask,
         CU_SEQLENS=documents.cu_seqlens,
         SUMS=sums,
-        TOKEN_COUNTS=_contiguous(inputs.token_counts),
-        TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
-        REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
+        TOKEN_COUNTS=_contiguous(batch.token_counts),
+        TOKEN_WEIGHTS=batch.token_weights.contiguous(),
+        REGULARIZER_WEIGHTS=_contiguous(batch.regularizer_weights) if has_regularizer else None,
         COEFFICIENTS=coefficients,
         ENTROPY_COEFFICIENTS=entropy_coefficients,
         NUM_NONFINITE=num_nonfinite,
@@ -488,18 +453,17 @@ def _loss_and_coefficients(
         lowest_ratio=equation.lowest_ratio,
         highest_ratio=equation.highest_ratio,
         parameters=equation.parameters,
-        kl_coefficient=float(settings.kl_coefficient),
-        entropy_coefficient=float(settings.entropy_coefficient),
-        num_documents=inputs.num_documents,
+        kl_coefficient=float(options.kl_coefficient),
+        entropy_coefficient=float(options.entropy_coefficient),
+        num_documents=batch.num_documents,
         num_tokens=log_probs.numel(),
         NUM_COLUMNS=len(documents.columns),
         LOG_RATIO_COLUMN=documents.column("log_ratio"),
         LOG_PROBS_COLUMN=documents.column("log_probs"),
         IMPORTANCE_COLUMN=documents.column("importance"),
         ADVANTAGES_COLUMN=documents.column("advantages"),
-        HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
-        KL_TWIN=None if settings.kl_estimator is None else twin_of_kl(settings.kl_estimator),
-        KL_TAKES_LOG_RATIO=settings.kl_estimator is not None and settings.kl_estimator.takes_log_ratio,
+        KL_TWIN=None if estimator is None else twin_of_kl(estimator),
+        KL_TAKES_LOG_RATIO=estimator is not None and estimator.takes_log_ratio,
         LOSS=equation.twin,
         IS_OF_RATIO=equation.is_of_ratio,
         BLOCK=block,
@@ -510,15 +474,15 @@ def _loss_and_coefficients(
     return terms, coefficients, entropy_coefficients, num_nonfinite
 
 
-def _finish(terms: Tensor, settings: LossSettings) -> tuple[Tensor, tuple[Tensor, ...]]:  # terms [N, 3] float64
+def _finish(terms: Tensor, options: LossOptions) -> tuple[Tensor, tuple[Tensor, ...]]:  # terms [N, 3] float64
     """(loss 0-d, (policy, kl and entropy sums)). The loss has its own storage: the schedule divides it in place."""
     loss, sums = terms.new_empty((), dtype=torch.float32), terms.new_empty(3, dtype=torch.float32)
     finish_kernel[(1,)](
         TERMS=terms,
         LOSS=loss,
         TERMS_OUT=sums,
-        kl_coefficient=float(settings.kl_coefficient),
-        entropy_coefficient=float(settings.entropy_coefficient),
+        kl_coefficient=float(options.kl_coefficient),
+        entropy_coefficient=float(options.entropy_coefficient),
         num_documents=terms.shape[0],
         BLOCK=FINISH_BLOCK,
         enable_fp_fusion=True,

@@ -18,8 +18,7 @@ from megatron_rl.declare import PolicyLoss, import_dotted
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.kl import KLEstimator
 from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND
-from megatron_rl.policy_loss.inputs import LossInputs
-from megatron_rl.policy_loss.settings import LossSettings
+from megatron_rl.policy_loss.inputs import LossOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,6 @@ class Equation:
     parameters: tuple[float, ...] | None
     lowest_ratio: float
     highest_ratio: float
-    has_token_advantages: bool
     is_of_ratio: bool
 
 
@@ -55,15 +53,13 @@ def _twin_at(path: str | None, whose: str) -> Callable[..., object]:
     return kernel
 
 
-def equation_of(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> Equation:
-    low, high = (1.0, math.inf) if settings.clip is None else settings.clip
+def equation_of(loss: PolicyLoss, options: LossOptions) -> Equation:
+    low, high = loss.clip_bounds(options.clip_ratio_low, options.clip_ratio_high) or (1.0, math.inf)
     return Equation(
         twin=twin_of(loss),
-        parameters=tuple(settings.parameters.values()) or None,
+        parameters=tuple(options.loss_parameters.values()) or None,
         lowest_ratio=1.0 - low,
         highest_ratio=1.0 + high,
-        # A sequence-level loss has one advantage a sample now, in the sums if [T] was given.
-        has_token_advantages=inputs.advantages_per == "token" and loss.level == "token",
         is_of_ratio=not loss.takes_log_probs,
     )
 
@@ -100,16 +96,6 @@ def mean(total, count):
 def spread(scalar, BLOCK: tl.constexpr):  # float32 block
     """The same number in each lane. Call it before a comparison: the interpreter of Triton spreads a flag wrongly."""
     return tl.zeros((BLOCK,), tl.float32) + scalar.to(tl.float32)
-
-
-@triton.jit
-def load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.constexpr):
-    """The sample's advantage: given per sample, or the mean over its tokens, which are equal."""
-    if ADVANTAGES_COLUMN >= 0:
-        advantage = mean(tl.load(sums + ADVANTAGES_COLUMN), count)
-    else:
-        advantage = tl.load(ADVANTAGES + document)
-    return advantage
 
 
 @triton.jit
@@ -167,7 +153,6 @@ def apply_to_sample(
     IS_OF_RATIO: tl.constexpr,
     sums,
     count,
-    advantages,
     VECTORS,  # tuple of [N], or None
     document,
     lowest_ratio,
@@ -175,9 +160,11 @@ def apply_to_sample(
     parameters,
     LOG_RATIO_COLUMN: tl.constexpr,
     LOG_PROBS_COLUMN: tl.constexpr,
+    ADVANTAGES_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # value, derivative: the same in each lane
     """A sequence-level loss on the means of a sample."""
+    advantages = spread(mean(tl.load(sums + ADVANTAGES_COLUMN), count), BLOCK)
     log_ratio = spread(mean(tl.load(sums + LOG_RATIO_COLUMN), count), BLOCK)
     log_prob = log_ratio
     if LOG_PROBS_COLUMN >= 0:
@@ -203,7 +190,6 @@ def apply_to_tokens(
     LOSS: tl.constexpr,
     IS_OF_RATIO: tl.constexpr,
     new,  # block of log-probabilities
-    advantages,  # the sample's; not used with HAS_TOKEN_ADVANTAGES
     OLD_LOG_PROBS,
     ADVANTAGES,
     VECTORS,
@@ -212,12 +198,10 @@ def apply_to_tokens(
     lowest_ratio,
     highest_ratio,
     parameters,
-    HAS_TOKEN_ADVANTAGES: tl.constexpr,
 ):  # value, derivative
     """A token-level loss on a block of tokens."""
     old = load_old(OLD_LOG_PROBS, new, tokens, is_live)
-    if HAS_TOKEN_ADVANTAGES:
-        advantages = load_live(ADVANTAGES, tokens, is_live)
+    advantages = load_live(ADVANTAGES, tokens, is_live)
     vectors = load_vectors(VECTORS, tokens, is_live)
     value, derivative, _ = apply_twin(
         LOSS, IS_OF_RATIO, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters
