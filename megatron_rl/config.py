@@ -44,7 +44,7 @@ class SupportUse(StrEnum):
     REPLAY = "replay"
 
 
-# Names in the registries of corrections and of KL estimators.
+# The correction that is none, and a name in the registry of KL estimators.
 NO_CORRECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"
 

@@ -68,7 +68,7 @@ REFUSED: dict[str, list[dict]] = {
         {"importance_correction": "ppo"},
         {"kl_estimator": "k4", "kl_coefficient": 0.1},
     ],
-    "own_functions_are_what_they_declare": [
+    "own_function_problems": [
         {"policy_loss": "own_losses.detached"},
         {"policy_loss": "own_losses.centred"},
         {"kl_estimator": "own_losses.negated", "kl_coefficient": 0.1},
@@ -151,7 +151,7 @@ REFUSED: dict[str, list[dict]] = {
 ALLOWED: dict[str, list[dict]] = {
     "host_switches_are_true_or_false": [{"use_tis": True, "rewards_normalization": False, "calculate_per_token_loss": None}],
     "names_are_registered": [*({"loss_aggregation": name} for name in loss_aggregation_names()), OWN, GSPO],
-    "own_functions_are_what_they_declare": [
+    "own_function_problems": [
         PLAIN,
         {"policy_loss": "own_losses.gmpo", "clip_ratio_low": 0.3},
         {"policy_loss": "own_losses.detached", "clip_ratio_low": 0.3},  # another rule says what is wrong

@@ -20,6 +20,7 @@ from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
+from megatron_rl.validation.own_functions import own_function_problems
 from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.weight_words import weight_in_words
 from megatron_rl.weights import TOKEN_MEAN
@@ -60,12 +61,6 @@ def names_are_registered(launch: Settings) -> Iterator[str]:
         except ConfigError as error:
             meant = _ELSEWHERE.get(str(value).lower().replace("-", "_"))
             yield f"{flag_of(name)}: {error}" + (f". Here {value} is {meant}" if meant else "")
-
-
-def own_functions_are_what_they_declare(launch: Settings) -> Iterator[str]:
-    from megatron_rl.validation.own_functions import own_function_problems  # imports torch
-
-    yield from own_function_problems(launch)
 
 
 def divisor_goes_with_constant(launch: Settings) -> Iterator[str]:
@@ -228,7 +223,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 RULES = (
     host_switches_are_true_or_false,
     names_are_registered,
-    own_functions_are_what_they_declare,
+    own_function_problems,
     divisor_goes_with_constant,
     numbers_fit_the_loss,
     entropy_of_a_loss_is_known,
