@@ -12,7 +12,7 @@ from helpers import CLIP, Batch, random_batch, without_needless_clip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.ops.linear_schedule import WorkItem
+from megatron_rl.ops.linear_gradient import WorkItem
 from megatron_rl.policy_loss import policy_loss
 
 HIDDEN_SIZE, VOCAB_SIZE = 6, 16

@@ -36,7 +36,7 @@ MOST = {
 }
 # The same of one call of other paths, without a GPU.
 MOST_OF_PATHS = {
-    "linear_grpo_loss": (15, 4500),
+    "linear_grpo_loss": (14, 4400),
     "count_step and sample_token_weights": (4, 1600),
     "a step of Megatron": (36, 9300),
     "a step of Megatron with the fused head": (40, 10700),

@@ -2,7 +2,14 @@
 
 It contains no loss: a function of the caller gives the coefficients c = dL/dlog_prob and e = dL/dentropy of each item. With
 G = d log_prob / d logits of a row, which depends on no loss, dX = c (G W) and dW = G^T (c X). The coefficient commutes with both
-matmuls, so plan scale-last can multiply before c is known. Plans: ops/linear_schedule.py; derivation: docs/kernels.md.
+matmuls, so plan scale-last can multiply before c is known. Derivation: docs/kernels.md.
+
+    row-by-row   the coefficient of a token depends on that token only: chunks may be cut anywhere
+    in-chunk     whole documents that fit one chunk: their coefficients are known while the chunk's logits exist
+    scale-last   one long document in several chunks, with one coefficient: chunks are summed unscaled, then scaled
+    two-pass     one long document with a coefficient for each token: every chunk except the last is computed twice
+
+Row numbers are CPU tensors. A row that has no part in the loss is in no chunk.
 
 A chunk: logits, all-gather over tp, coefficients (their function reduces over cp), removal of rows whose c and e are 0, gradient
 written over the logits, dX, start of its reduction over tp, dW during that reduction. Where e is 0, the forward pass of a chunk may
@@ -20,7 +27,7 @@ else in backward. Without main_grad it is returned in the weight's dtype. If tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +52,81 @@ from megatron_rl.ops.linear_head import (
     multiply_into,
     weight_gradient,
 )
-from megatron_rl.ops.linear_schedule import WorkItem
 from megatron_rl.ops.log_probs_torch import RowResult
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkItem:
+    """Rows whose coefficients become known at the same time."""
+
+    chunks: tuple[Tensor, ...]  # row numbers [<= rows_per_chunk] int64 on the CPU, ascending
+    is_shared: bool = False  # all rows have one coefficient
+
 
 # (item) -> c [rows of the item, in the order of its chunks], e [the same rows] or None. Called once an item, after the forward pass
 # of its last chunk, when the head's log_probs and entropy hold its rows. It may reduce over cp: every rank has the same items.
 Coefficients = Callable[[WorkItem], tuple[Tensor, Tensor | None]]
+
+
+def document_bins(
+    sizes: Sequence[int],  # N: rows of each document on the cp rank that holds most of it
+    capacity: int,
+) -> list[tuple[int, ...]]:
+    """Bins of whole documents with at most `capacity` rows each (first fit, decreasing). A longer document has its own bin.
+
+    Long documents come first. The result depends only on the arguments, so cp ranks with equal sizes have equal bins.
+
+    >>> document_bins([3, 10, 5, 0, 4], 8)
+    [(1,), (0, 2, 3), (4,)]
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for document in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        size = sizes[document]
+        place = next((number for number, free in enumerate(room) if size <= free), None)
+        if place is None:
+            bins.append([])
+            room.append(capacity)
+            place = len(bins) - 1
+        bins[place].append(document)
+        room[place] -= size
+    return [tuple(sorted(documents)) for documents in bins]
+
+
+def schedule_documents(
+    bins: Sequence[tuple[int, ...]],
+    rows_of_documents: Sequence[Tensor],  # N ascending row numbers each: the rows of this rank that take part
+    capacity: int,
+    *,
+    is_shared: bool,
+) -> list[WorkItem]:
+    """One item for each bin, in order, even if this rank has no row of it: every cp rank has the reductions of each bin.
+
+    A bin with more than `capacity` rows on this rank is cut into chunks, which changes no collective over cp.
+    is_shared: the rows of a document share one coefficient.
+    """
+    items = []
+    for documents in bins:
+        rows = torch.cat([rows_of_documents[document] for document in documents])
+        chunks, is_one = cut(rows, capacity), is_shared and len(documents) == 1
+        if len(chunks) > 1 and not is_one:  # the logits of the last chunk are kept, so a full one saves the most recomputation
+            chunks = (*cut(rows[:-capacity], capacity), rows[-capacity:])
+        items.append(WorkItem(chunks, is_one))
+    return items
+
+
+def schedule_rows(
+    rows: Tensor,  # ascending row numbers
+    capacity: int,
+) -> list[WorkItem]:
+    """Chunks of nearly equal size, each an item."""
+    return [WorkItem((chunk,)) for chunk in cut(rows, capacity)]
+
+
+def cut(rows: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    """The fewest chunks of at most `capacity` rows, of sizes that differ by one row at most; no chunk for no rows."""
+    num_chunks = -(-rows.numel() // capacity)
+    return tuple(torch.tensor_split(rows, num_chunks)) if num_chunks else ()
 
 
 @dataclass(slots=True)

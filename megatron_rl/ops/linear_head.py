@@ -12,19 +12,17 @@ ops/linear_gradient.py has the gradient of a chunk. Derivation: docs/kernels.md.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.ops.backends import resolve_backend, why_triton_is_missing
-from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, warn_of_small_chunks
 from megatron_rl.ops.log_probs import (
     LOGIT_DTYPES,
     check_labels,
@@ -35,12 +33,12 @@ from megatron_rl.ops.log_probs import (
 )
 from megatron_rl.ops.log_probs_torch import RowKernels, RowResult, VocabShard
 
+# With fewer rows the weight gradient is read and written too often: 8 bytes an element and chunk, 18 % of its matmul at 4096 rows.
+CUDA_ROWS_WARNING = 4096
 # Size limit for a temporary product when the matmul cannot write into its output: 8192 columns at H = 4096, which fill any device.
 TEMPORARY_BYTES = 128 * 1024**2
 # On a CPU: a block and its float32 operands stay in a cache.
 CPU_TEMPORARY_BYTES = 4 * 1024**2
-# out += gradient.T @ hidden in one kernel. All three are contiguous.
-Accumulation = Callable[[Tensor, Tensor, Tensor], object]  # (hidden [n, H], gradient [n, V_tp], out [V_tp, H] float32)
 
 
 def accumulator_dtype(weight: Tensor) -> torch.dtype:
@@ -132,37 +130,21 @@ def add_weight_gradient(
         return out.addmm_(gradient.t(), hidden)
     if not gradient.is_cuda:
         return out.addmm_(gradient.t().to(out.dtype), hidden.to(out.dtype))
-    accumulation = accumulating_matmul(gradient.dtype, gradient.device) if out.is_contiguous() else None
-    if accumulation is not None:
-        accumulation(hidden.contiguous(), gradient.contiguous(), out)
-        return out
-    outputs = _float32_outputs(gradient.dtype, gradient.device)
-    if "addmm" in outputs:
+    if _adds_to_float32(gradient.dtype, gradient.device):
         return torch.addmm(out, gradient.t(), hidden, out_dtype=torch.float32, out=out)
-    multiply = _float32_mm if "mm" in outputs else _upcast_mm
     for columns in blocks(out.shape[0], out.shape[1] * out.itemsize):
-        out[columns].add_(multiply(gradient[:, columns].t(), hidden))
+        out[columns].add_(_float32_mm(gradient[:, columns].t(), hidden))
     return out
 
 
 def _float32_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if not left.is_cuda:
         return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
-    outputs = _float32_outputs(left.dtype, left.device)
-    if "mm out" in outputs:
-        return torch.mm(left, right, out_dtype=torch.float32, out=out)
-    multiply = _float32_mm if "mm" in outputs else _upcast_mm
-    for columns in blocks(out.shape[1], max(left.shape) * out.itemsize):
-        out[:, columns] = multiply(left, right[:, columns])
-    return out
+    return _float32_mm(left, right, out=out)
 
 
-def _float32_mm(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left, right, out_dtype=torch.float32)
-
-
-def _upcast_mm(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left.float(), right.float())
+def _float32_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return torch.mm(left, right, out_dtype=torch.float32, out=out)
 
 
 def multiply_by_kernel(
@@ -206,77 +188,18 @@ def blocks(num_columns: int, bytes_per_column: int, block_bytes: int | None = No
 
 
 @functools.cache
-def _float32_outputs(dtype: torch.dtype, device: torch.device) -> frozenset[str]:
-    """The matmuls of this torch that give float32 from 16-bit operands. Each is tried once, and used if its numbers are right.
-
-    The form with `out` was broken in some releases (pytorch#154086).
-    """
+def _adds_to_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether addmm of this torch adds a product of 16-bit operands to a float32 tensor in place, with the right numbers. Before
+    2.10 it did not (pytorch#154086)."""
     left = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64).to(dtype)
-    exact = (left.double() @ left.double()).float()  # float32 matmuls may be TF32 here
-    start = torch.ones_like(exact)
-    forms: dict[str, Callable[[], Tensor]] = {
-        "mm": lambda: torch.mm(left, left, out_dtype=torch.float32),
-        "mm out": lambda: torch.mm(left, left, out_dtype=torch.float32, out=torch.zeros_like(exact)),
-        "addmm": lambda: torch.addmm(start, left, left, out_dtype=torch.float32, out=start) - 1.0,
-    }
-    working = set()
-    for name, form in forms.items():
-        try:
-            result = form()
-        except (RuntimeError, TypeError):  # this torch does not have the form
-            continue
-        # 1e-4: sums of 64 products of at most 1 differ by their order; a 16-bit result would have an error of 1e-2.
-        if result.dtype == torch.float32 and torch.allclose(result, exact, rtol=0, atol=1e-4):
-            working.add(name)
-    return frozenset(working)
-
-
-@functools.cache
-def accumulating_matmul(dtype: torch.dtype, device: torch.device) -> Accumulation | None:
-    """The matmul of apex, else of Transformer Engine, that adds to a float32 buffer, as in Megatron's layers; None without them.
-
-    It is tried once, and used if its numbers are right.
-    """
-    gradient = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64).to(dtype)
-    hidden = gradient[:, 32:].contiguous()  # another width, so that a transposed result is found
-    exact = 1.0 + gradient.double().t() @ hidden.double()
-    for find in (_apex_accumulation, _transformer_engine_accumulation):
-        accumulation, out = find(), torch.ones(64, 32, device=device)
-        if accumulation is None:
-            continue
-        try:
-            accumulation(hidden, gradient, out)
-        except (RuntimeError, TypeError):  # a build for another device, or a release with other arguments
-            continue
-        if torch.allclose(out.double(), exact, rtol=0, atol=1e-4):
-            return accumulation
-    return None
-
-
-def _apex_accumulation() -> Accumulation | None:
+    exact = 1.0 + left.double() @ left.double()
+    start = torch.ones_like(exact, dtype=torch.float32)
     try:
-        accumulation: Accumulation = importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
-        return accumulation
-    except ImportError:
-        return None
-
-
-def _transformer_engine_accumulation() -> Accumulation | None:
-    """The call of its layers for a weight gradient. Some releases need the workspace as an argument."""
-    try:
-        general_gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
-        workspace = {}
-        if "workspace" in inspect.signature(general_gemm).parameters:
-            workspace = {"workspace": importlib.import_module("transformer_engine.pytorch.module.base").get_workspace()}
-    # PyPI's empty meta package raises RuntimeError, a missing library OSError; releases before 2.0 have no such function.
-    except (ImportError, AttributeError, RuntimeError, OSError):
-        return None
-    options = {"layout": "NT", "grad": True, "accumulate": True, "out_dtype": torch.float32, "use_split_accumulator": False}
-
-    def accumulate(hidden: Tensor, gradient: Tensor, out: Tensor) -> None:
-        general_gemm(hidden, gradient, **workspace, **options, out=out)
-
-    return accumulate
+        found = torch.addmm(start, left, left, out_dtype=torch.float32, out=start)
+    except (RuntimeError, TypeError):
+        return False
+    # 1e-4: sums of 64 products of at most 1 differ by their order; a 16-bit result would have an error of 1e-2.
+    return torch.allclose(found.double(), exact, rtol=0, atol=1e-4)
 
 
 # Enough rows for the matmuls and for whole documents: at [4096, 32000, 512] in float32 the time falls from 16 to 96 MiB and is flat
@@ -379,6 +302,37 @@ def compare_heads(
     for name in ("with_entropy", "backend", "sequence_parallel", "fp32_logits"):
         agreement.add(name, getattr(options, name))
     agreement.add("max_logits_bytes", max_logits_bytes)
+
+
+def rows_per_chunk(max_logits_bytes: int, bytes_per_row: int, *, preferred_bytes: int | None = None) -> int:
+    """Rows of a chunk whose buffers fit into max_logits_bytes: as many as can be, so that a micro-batch that fits is one chunk.
+
+    bytes_per_row: in all buffers together. preferred_bytes: a smaller target, such as a cache; one row is always allowed.
+    Raises: ConfigError for a max_logits_bytes below one row; the message names the smallest that works.
+
+    >>> rows_per_chunk(2 * 1024**3, 2 * 128_256)
+    8371
+    """
+    if not isinstance(max_logits_bytes, int) or isinstance(max_logits_bytes, bool):
+        raise ConfigError(f"max_logits_bytes={max_logits_bytes!r} must be a whole number of bytes")
+    if max_logits_bytes < bytes_per_row:
+        raise ConfigError(
+            f"max_logits_bytes={max_logits_bytes} holds no row of logits: a row takes {bytes_per_row} bytes on this tp rank, so "
+            f"{bytes_per_row} is the smallest budget that works and {CUDA_ROWS_WARNING * bytes_per_row} the smallest that is fast"
+        )
+    if preferred_bytes is not None:
+        max_logits_bytes = min(max_logits_bytes, max(preferred_bytes, bytes_per_row))
+    return max_logits_bytes // max(bytes_per_row, 1)
+
+
+@functools.cache
+def warn_of_small_chunks(rows: int, bytes_per_row: int) -> None:
+    """Warns once for each size. For CUDA, where the fixed cost of a chunk does not shrink with its rows."""
+    warnings.warn(
+        f"max_logits_bytes gives chunks of {rows} rows; below {CUDA_ROWS_WARNING} rows the reads and writes of the weight gradient "
+        f"slow the step down: {CUDA_ROWS_WARNING * bytes_per_row} bytes would hold {CUDA_ROWS_WARNING} rows",
+        stacklevel=4,
+    )
 
 
 def chunk_capacity(weight: Tensor, max_logits_bytes: int, fp32_logits: bool, num_rows: int) -> int:

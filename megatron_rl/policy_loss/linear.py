@@ -1,6 +1,6 @@
 """Computes this rank's part of the step's loss from hidden states, without logits [T, V_tp]: the loss functions of the fused head.
 
-ops/linear_schedule.py decides which rows are in which matmul. This module reads what it needs on the host: bounds of the documents,
+ops/linear_gradient.py decides which rows are in which matmul. This module reads what it needs on the host: bounds of the documents,
 unmasked rows.
 """
 
@@ -19,13 +19,18 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import runs_eagerly
 from megatron_rl.ops.linear_gradient import (
     ReadyGradient,
+    WorkItem,
     attach_gradient,
     check_loss_scale,
+    cut,
+    document_bins,
     main_grad_of,
     make_gradient,
     run_forward,
     run_gradient,
     run_with_gradient,
+    schedule_documents,
+    schedule_rows,
 )
 from megatron_rl.ops.linear_head import (
     HeadOptions,
@@ -38,7 +43,6 @@ from megatron_rl.ops.linear_head import (
     make_head,
 )
 from megatron_rl.ops.linear_log_probs import score_kept
-from megatron_rl.ops.linear_schedule import WorkItem, cut, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import log_probs_dtype, vocab_shard
 from megatron_rl.ops.support import check_support, pair_gradient
 from megatron_rl.policy_loss.api import known_before_rows, reduce
