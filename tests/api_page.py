@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -63,10 +64,10 @@ SAID_BY_THE_HEAD = ("Raises: ConfigError.", "Raises: DataError.", "Raises: Confi
 DECLARED_ELSEWHERE = {
     "WatchdogState": "`WatchdogState()` begins a run.",
     "PolicyLossConfig": "Its fields are the [flags](arguments.md).",
-    "grpo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",
-    "gspo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",
-    "linear_grpo_loss": "Arguments: those of [linear_policy_loss](#linear_policy_loss) after `name`.",
-    "linear_gspo_loss": "Arguments: those of [linear_policy_loss](#linear_policy_loss) after `name`.",
+    "grpo_loss": "[policy_loss](#policy_loss) of `grpo`, with its arguments after `name`.",
+    "gspo_loss": "[policy_loss](#policy_loss) of `gspo`, with its arguments after `name`.",
+    "linear_grpo_loss": "[linear_policy_loss](#linear_policy_loss) of `grpo`, with its arguments after `name`.",
+    "linear_gspo_loss": "[linear_policy_loss](#linear_policy_loss) of `gspo`, with its arguments after `name`.",
 }
 ENTRY = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): +(?P<text>.*)")
 RAISES = re.compile(r"^Raises\b(?:.|\n(?!\n))*", re.MULTILINE)  # to the end of its paragraph
@@ -85,7 +86,8 @@ def section(title: str, modules: dict[str, tuple[str, ...]]) -> Iterator[str]:
             what = getattr(import_module(module), name)
             yield f"### {name}\n" if module == "megatron_rl" else f"### {name}\n\n`{module}.{name}`\n"
             yield f"{DECLARED_ELSEWHERE[name]}\n" if name in DECLARED_ELSEWHERE else f"```text\n{declared(what)}\n```\n"
-            yield prose(shortened(what))
+            if not isinstance(what, functools.partial):
+                yield prose(shortened(what))
 
 
 def declared(what: object) -> str:

@@ -146,7 +146,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("weight", torch.zeros(16, 6, dtype=INT64), torch.zeros(16, 5), torch.zeros(16, 6, dtype=DOUBLE)),
         *each("labels", torch.zeros(4, dtype=INT64)),
         *each("vocab_size", 17),
-        *each("max_logits_bytes", 63),
+        *each("max_logits_bytes", 63, 1e9),
         *each("loss_scale", 0.0, math.nan, "8", torch.ones(2)),
         *each("advantages", torch.arange(5.0)),
         *each("sampling_support", [[0]] * 5, SamplingSupport.from_lists([[0, 2]] * 4 + [[1, 2]])),

@@ -62,7 +62,7 @@ def make_step(device: str, dtype: torch.dtype):
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-@pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.args[0])
 @pytest.mark.parametrize(("dtype", "inplace"), [*((dtype, False) for dtype in TOLERANCES), (torch.bfloat16, True)], ids=str)
 def test_the_loss_on_the_gpu_is_that_on_the_cpu(loss, dtype, inplace):
     """FB-56 on the GPU too: Triton there, torch here. The rounding of 16-bit gradients is seen here alone."""
@@ -81,7 +81,7 @@ def test_the_loss_on_the_gpu_is_that_on_the_cpu(loss, dtype, inplace):
     torch.testing.assert_close(on_gpu.metrics.values.cpu(), on_cpu.metrics.values, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.args[0])
 @pytest.mark.parametrize("of_documents", ["cuda", "cpu"])
 def test_the_loss_does_not_synchronise(loss, of_documents):
     """One hidden .item() a micro-batch stalls the pipeline: torch raises on it in this mode. [N] numbers may be the host's."""

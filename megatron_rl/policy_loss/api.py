@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,66 +192,8 @@ def _output_of_scores(
     return replace(output, loss=_WithGradient.apply(log_probs, entropy, output, coefficients, announced))  # type: ignore[no-untyped-call]  # torch's
 
 
-def grpo_loss(
-    logits: Tensor,  # [T, V_tp]
-    labels: Tensor,  # [T] int64
-    old_log_probs: Tensor | None,  # [T]; None: on-policy
-    advantages: Tensor,  # [N] or [T]
-    loss_mask: Tensor,  # [T] bool
-    cu_seqlens: Tensor,  # [N + 1] int32
-    token_weights: Tensor,  # [N]
-    **keywords: Any,
-) -> PolicyLossOutput:
-    """`policy_loss` with GRPO's ratio, one per token; default clip 0.2 / 0.2.
-
-        rho_t   = exp(log_probs_t - old_log_probs_t)
-        value_t = -min(rho_t A_t, clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
-
-    Shao et al., "DeepSeekMath", arXiv:2402.03300, equation 3; its KL term is the keyword kl_coefficient.
-
-    Args:
-        logits: [T, V_tp] of any floating dtype, this tp rank's columns.
-        labels: [T] int64; labels[t] is the token that logits[t] predicts.
-        old_log_probs: [T] float32, in nats; None: on-policy, every ratio is 1.
-        advantages: float32, [N] or [T].
-        loss_mask: [T] bool, True on tokens that are trained.
-        cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
-        token_weights: [N] float32, from sample_token_weights.
-        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of policy_loss.
-    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
-    """
-    return policy_loss("grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
-
-
-def gspo_loss(
-    logits: Tensor,  # [T, V_tp]
-    labels: Tensor,  # [T] int64
-    old_log_probs: Tensor | None,  # [T]; None: on-policy
-    advantages: Tensor,  # [N], or [T] and equal inside each sample
-    loss_mask: Tensor,  # [T] bool
-    cu_seqlens: Tensor,  # [N + 1] int32
-    token_weights: Tensor,  # [N]
-    **keywords: Any,
-) -> PolicyLossOutput:
-    """`policy_loss` with GSPO's ratio, one per sample; default clip 3e-4 / 4e-4.
-
-        s_i     = exp( sum_{t in i} m_t (log_probs_t - old_log_probs_t) / m_i )
-        value_i = -min(s_i A_i, clip(s_i, 1 - clip_ratio_low, 1 + clip_ratio_high) A_i)
-
-    Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, equations 5 and 7; m_i counts all cp ranks.
-
-    Args:
-        logits: [T, V_tp] of any floating dtype, this tp rank's columns.
-        labels: [T] int64; labels[t] is the token that logits[t] predicts.
-        old_log_probs: [T] float32, in nats; None: on-policy, every ratio is 1.
-        advantages: float32, [N] or [T] and equal inside each sample.
-        loss_mask: [T] bool, True on tokens that are trained.
-        cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
-        token_weights: [N] float32, from sample_token_weights.
-        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of policy_loss.
-    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
-    """
-    return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
+# losses/grpo.py and losses/gspo.py have the equations: the ratio of a token, clip 0.2 / 0.2, and of a sample, clip 3e-4 / 4e-4.
+grpo_loss, gspo_loss = partial(policy_loss, "grpo"), partial(policy_loss, "gspo")
 
 
 class _WithGradient(torch.autograd.Function):

@@ -7,6 +7,7 @@ unmasked rows.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -209,40 +210,8 @@ def linear_policy_loss(
     return output if ready is None else replace(output, loss=attach_gradient(output.loss, hidden, weight, ready))
 
 
-def linear_grpo_loss(
-    hidden: Tensor,  # [T, H], or [T / tp, H] with sequence_parallel
-    weight: Tensor,  # [V_tp, H]
-    labels: Tensor,  # [T] int64
-    old_log_probs: Tensor | None,  # [T]; None: on-policy
-    advantages: Tensor,  # [N] or [T]
-    loss_mask: Tensor,  # [T] bool
-    cu_seqlens: Tensor,  # [N + 1] int32
-    token_weights: Tensor,  # [N]
-    **keywords: Any,
-) -> PolicyLossOutput:
-    """`linear_policy_loss` with GRPO's ratio, one per token: row-by-row. Default clip 0.2 / 0.2. Args: as
-    linear_policy_loss from hidden on; `grpo_loss` has the equation and its source."""
-    return linear_policy_loss(
-        "grpo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
-    )
-
-
-def linear_gspo_loss(
-    hidden: Tensor,  # [T, H], or [T / tp, H] with sequence_parallel
-    weight: Tensor,  # [V_tp, H]
-    labels: Tensor,  # [T] int64
-    old_log_probs: Tensor | None,  # [T]; None: on-policy
-    advantages: Tensor,  # [N], or [T] and equal inside each sample
-    loss_mask: Tensor,  # [T] bool
-    cu_seqlens: Tensor,  # [N + 1] int32
-    token_weights: Tensor,  # [N]
-    **keywords: Any,
-) -> PolicyLossOutput:
-    """`linear_policy_loss` with GSPO's ratio, one per sample; on-policy it runs row-by-row. Default clip 3e-4 / 4e-4. Args:
-    as linear_policy_loss from hidden on; `gspo_loss` has the equation and its source."""
-    return linear_policy_loss(
-        "gspo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
-    )
+# The arguments are those of linear_policy_loss from hidden on; api.py says where the equations are.
+linear_grpo_loss, linear_gspo_loss = partial(linear_policy_loss, "grpo"), partial(linear_policy_loss, "gspo")
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:
