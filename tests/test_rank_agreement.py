@@ -225,7 +225,6 @@ def test_what_is_exchanged_and_when(ranks):
 
     def step(rank: int):
         counts = {}
-        megatron_rl.gspo_loss(**arguments("gspo_loss", "cp"), check_ranks=False)  # the first of a group compares nevertheless
         for check_ranks in (None, True, False):
             with counted_collectives(with_checks=True) as calls:
                 megatron_rl.gspo_loss(**arguments("gspo_loss", "cp"), check_ranks=check_ranks)
@@ -237,27 +236,6 @@ def test_what_is_exchanged_and_when(ranks):
         assert counts[None] == counts[True] == [check, *counts[False]]
         assert counts[False] == [("all_reduce", (2, 5))]
     assert [checks_microbatch(number) for number in range(4)] == [True, True, None, None]
-
-
-@pytest.mark.parametrize("group_name", ["tp", "cp"])
-@pytest.mark.parametrize("entry", ["grpo_loss", "linear_gspo_loss", "vocab_parallel_log_probs"])
-def test_a_rank_that_does_not_compare_is_named(ranks, entry, group_name):
-    """It would leave the others in their exchange."""
-    if (entry, group_name) == ("vocab_parallel_log_probs", "cp"):
-        pytest.skip("it has no cp group")
-
-    def step(rank: int):
-        given = arguments("grpo_loss" if entry.startswith("vocab") else entry, group_name)
-        given[f"{group_name}_group"] = dist.new_group([0, 1])  # no block has been without a comparison on it
-        if entry.startswith("vocab"):
-            given = {name: given[name] for name in ("logits", "labels", "loss_mask", "tp_group")}
-        if rank == 1:
-            given["check_ranks"] = False
-        front_door = vocab_parallel_log_probs if entry.startswith("vocab") else getattr(megatron_rl.policy_loss, entry)
-        return error_of(lambda: front_door(**given))
-
-    for text in ranks.run(step):
-        assert "whether check_ranks compares differs" in text and "rank 0 has True, rank 1 has False" in text
 
 
 def test_one_rank_compares_nothing():

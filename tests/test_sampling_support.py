@@ -15,15 +15,10 @@ def as_lists(support: SamplingSupport) -> list[list[int]]:
     return [ids.tolist() for ids in support.ids.split(support.sizes.tolist())]
 
 
-def test_sets_are_sorted_and_come_from_lists_and_from_padded_rows():
+def test_sets_are_sorted_and_come_from_lists():
     support = SamplingSupport.from_lists(SETS)
-    padded = torch.tensor([[5, 1, 7], [7, 7, 7], [3, 7, 7], [2, 0, 9]])
-    assert (
-        as_lists(support)
-        == as_lists(SamplingSupport.from_padded(padded, torch.tensor([2, 0, 1, 3])))
-        == [[1, 5], [], [3], [0, 2, 9]]
-    )
-    assert (support.num_rows, support.num_pairs, support.largest) == (4, 6, 3)
+    assert as_lists(support) == [[1, 5], [], [3], [0, 2, 9]]
+    assert (support.num_rows, support.num_pairs) == (4, 6)
     assert support.ids.dtype == torch.int32 and support.offsets.dtype == torch.int64
     assert support.rows.tolist() == [0, 0, 2, 3, 3, 3]
 
@@ -31,11 +26,12 @@ def test_sets_are_sorted_and_come_from_lists_and_from_padded_rows():
 def test_rows_are_taken_in_any_order_and_joined():
     support = SamplingSupport.from_lists(SETS)
     taken = support.take(torch.tensor([3, 1, 3, 0]))
-    assert as_lists(taken) == [[0, 2, 9], [], [0, 2, 9], [1, 5]] and taken.largest == 3
+    assert as_lists(taken) == [[0, 2, 9], [], [0, 2, 9], [1, 5]]
     assert as_lists(support.take(torch.tensor([1]))) == [[]] and support.take(torch.tensor([], dtype=torch.int64)).num_rows == 0
     assert as_lists(support.take(torch.tensor([-1, -3]))) == [[0, 2, 9], []]  # from the end, as in all of torch
     joined = SamplingSupport.cat([taken, support])
-    assert as_lists(joined) == as_lists(taken) + as_lists(support) and joined.largest == 3
+    assert joined.bound == 10
+    assert as_lists(joined) == as_lists(taken) + as_lists(support)
 
 
 def test_a_set_has_its_token_and_an_id_is_repeated_in_its_own_row_alone():
@@ -48,7 +44,7 @@ def test_a_set_has_its_token_and_an_id_is_repeated_in_its_own_row_alone():
 def test_other_rows_are_emptied_with_what_is_wrong_in_them():
     support = SamplingSupport.from_lists([[5, 1], [7, 7, 900], [3]])
     live = support.only(torch.tensor([True, False, True]))
-    assert as_lists(live) == [[1, 5], [], [3]] and live.largest == 2
+    assert as_lists(live) == [[1, 5], [], [3]]
     assert live.is_inside(6) and not support.is_inside(901)
 
 
@@ -62,7 +58,6 @@ def test_blocks_are_neighbouring_rows_of_few_ids_or_one_row():
     ]
     assert [sets for _, _, sets in cut[1]] == [[[1, 5]], [[], [3]], [[0, 2, 9]], [[]], [[4, 6]]]
     assert cut[100] == [(slice(0, 6), slice(0, 8), as_lists(support))]
-    assert [sets.largest for _, _, sets in support.blocks(3)] == [2, 3, 2]
     assert list(SamplingSupport.from_lists([]).blocks()) == []
 
 
@@ -84,10 +79,3 @@ def test_wrong_offsets_and_dtypes_are_refused(ids, offsets, message):
 def test_a_fraction_is_no_id():
     with pytest.raises(DataError, match=r"ids must be a vector of torch.int32, got .* torch.float32"):
         SamplingSupport.from_lists([[1, 2.5]])
-
-
-@pytest.mark.parametrize("shapes", [((4, 3), (3,)), ((12,), (4,)), ((4, 3), (4, 1))], ids=str)
-def test_padded_rows_need_one_size_each(shapes):
-    ids, sizes = (torch.ones(shape, dtype=torch.int64) for shape in shapes)
-    with pytest.raises(DataError, match=r"ids \[T, K\] and sizes \[T\]"):
-        SamplingSupport.from_padded(ids, sizes)

@@ -101,7 +101,7 @@ def truncated(top_p: float = 0.8) -> tuple[Batch, SamplingSupport, Tensor]:
     logits = 3 * torch.randn(150, V, generator=generator)
     p, ids = logits.softmax(-1).sort(-1, descending=True)
     sizes = ((p.cumsum(-1) - p) < top_p).sum(-1)
-    support = SamplingSupport.from_padded(ids, sizes)
+    support = SamplingSupport.from_lists([row[:size].tolist() for row, size in zip(ids, sizes.tolist(), strict=True)])
     kept = torch.where(torch.arange(V) < sizes[:, None], p, 0.0)
     drawn = torch.multinomial(kept, 1, generator=generator)
     sampled = (kept / kept.sum(-1, keepdim=True)).gather(1, drawn)[:, 0].log()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections.abc import Callable
 from numbers import Real
 from types import TracebackType
@@ -47,23 +46,15 @@ class RankAgreement:
 
     At the end of the block the ranks of the tp group, then of the cp group, exchange their values or their errors. All of
     them raise the same error: ConfigError where a rank raised that, else DataError.
-    check_ranks: whether to compare; None: where the group communicates through the CPU. Equal on all ranks of both groups: where a
-    group communicates through the CPU, the first block with False compares nevertheless, so that a rank with another setting is
-    named.
+    check_ranks: whether to compare; None: where the group communicates through the CPU. Equal on all ranks of both groups.
 
     Communication: one all-gather of [MESSAGE_BYTES] uint8 over each compared group; none at size 1. Synchronises on CUDA.
     """
 
     def __init__(self, tp_group: Group, cp_group: Group, *, check_ranks: bool | None):
         named = (("tensor-parallel", tp_group), ("context-parallel", cp_group))
-        self._groups = [
-            (name, group)
-            for name, group in named
-            if is_checked(group, check_ranks) or (check_ranks is not None and _is_first_unchecked(group))
-        ]
-        self._values: dict[str, dict[str, str]] = {
-            name: {"whether check_ranks compares": str(is_checked(group, check_ranks))} for name, group in self._groups
-        }
+        self._groups = [(name, group) for name, group in named if _is_compared(group, check_ranks)]
+        self._values: dict[str, dict[str, str]] = {name: {} for name, _ in self._groups}
 
     @property
     def is_active(self) -> bool:
@@ -93,23 +84,10 @@ class RankAgreement:
             raise (ConfigError if problem[0] == "ConfigError" else DataError)(problem[1])
 
 
-def is_checked(group: Group, check_ranks: bool | None) -> bool:
-    """Whether the ranks of this group compare their arguments and exchange their errors."""
+def _is_compared(group: Group, check_ranks: bool | None) -> bool:
     if group.size() == 1:
         return False
     return group_device(group).type == "cpu" if check_ranks is None else check_ranks
-
-
-# The groups whose ranks have said once that they do not compare.
-_unchecked_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def _is_first_unchecked(group: Group) -> bool:
-    """Whether ranks with check_ranks=None would compare over the group, and this is the first time that this rank does not."""
-    if not isinstance(group, dist.ProcessGroup) or not is_checked(group, None) or group in _unchecked_groups:
-        return False
-    _unchecked_groups.add(group)
-    return True
 
 
 def _problem_of(name: str, messages: list[Message]) -> list[str] | None:
@@ -162,19 +140,15 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     Communication: one all-gather of objects over all ranks.
     """
     own: Exception | None = None
+    failure: tuple[type[Exception], str] | None = None
     answers: list[T] = []
     try:
         answers.append(work())
-    except OSError as error:
-        own = RunError(_with_notes(error))
     except Exception as error:
-        own = error
-    failure: tuple[type[Exception], str] | None = None
-    if isinstance(own, ConfigError | DataError | RunError):
-        failure = type(own), str(own)
-    elif own is not None:
-        failure = RunError, f"{type(own).__name__}: {_with_notes(own)}"
-    outcomes = all_gather_objects((answers, failure)) if dist.is_initialized() else [(answers, failure)]
+        own = RunError(_with_notes(error)) if isinstance(error, OSError) else error
+        is_ours = isinstance(own, ConfigError | DataError | RunError)
+        failure = (type(own), str(own)) if is_ours else (RunError, f"{type(own).__name__}: {_with_notes(own)}")
+    outcomes = all_gather_objects((answers, failure))
     if own is not None:
         raise own
     for rank, (_, of_rank) in enumerate(outcomes):
@@ -214,6 +188,8 @@ def _exchange(message: Message, group: Group) -> list[Message]:
 
 def all_gather_objects(mine: T) -> list[T]:
     """The objects of all ranks, on every rank. Communication: one all-gather of objects over all ranks."""
+    if not dist.is_initialized():
+        return [mine]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=process_group(world_group()))
     return everyone

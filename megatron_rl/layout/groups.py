@@ -196,15 +196,6 @@ def all_reduce_max(values: Tensor, group: Group) -> Tensor:
     return largest
 
 
-def all_to_all_rows(
-    rows: Tensor, to_send: list[int] | None, to_receive: list[int] | None, group: Group
-) -> Tensor:  # [R, *] -> [sum(to_receive), *]
-    """Sends the first to_send[0] rows to rank 0, the next to_send[1] to rank 1; None: as many to each. One all-to-all."""
-    received = rows.new_empty((rows.shape[0] if to_receive is None else sum(to_receive), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), to_receive, to_send, group=group)
-    return received
-
-
 def broadcast_from_last(values: Tensor, group: Group) -> Tensor:
     """The last rank's tensor on every rank, in place (pipeline groups: the last stage has the loss). One broadcast."""
     if group.size() > 1:

@@ -17,6 +17,8 @@ from megatron_rl.errors import DataError
 
 # Ids whose numbers, up to 45 bytes each, exist at one time: 50 MB.
 PAIRS_AT_ONCE = 2**20
+# Above every int32: no vocabulary is as large.
+WRONG = 2**32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,8 +31,8 @@ class SamplingSupport:
     `check` raises for wrong ids.
 
     >>> support = SamplingSupport(torch.tensor([7, 2, 5], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
-    >>> support.ids.tolist(), support.sizes.tolist(), support.largest
-    ([2, 7, 5], [2, 0, 1], 2)
+    >>> support.ids.tolist(), support.sizes.tolist()
+    ([2, 7, 5], [2, 0, 1])
     """
 
     ids: Tensor  # [nnz] int32
@@ -38,12 +40,8 @@ class SamplingSupport:
     # What the host knows, so that nothing asks the device.
     bounds: Tensor = field(init=False)  # [T + 1] int64 on the CPU
     """offsets."""
-    largest: int = field(init=False)
-    """The most ids of a row."""
     bound: int = field(init=False)
-    """No id is as large as this one."""
-    is_clean: bool = field(init=False)
-    """No id is below 0, and no row has one twice."""
+    """No id is as large as this one; WRONG where one is below 0, or in its row twice."""
 
     def __post_init__(self) -> None:
         for name, tensor, dtypes in (
@@ -68,9 +66,9 @@ class SamplingSupport:
         order = ids.argsort(stable=True)
         order = order[rows[order].argsort(stable=True)]
         ids = ids[order]
-        _set(self, ids=ids, offsets=offsets, bounds=bounds, largest=_largest(bounds))
-        is_clean = not bool((self.are_repeated | (ids < 0)).any())
-        _set(self, bound=int(ids.max()) + 1 if ids.numel() else 0, is_clean=is_clean)
+        _set(self, ids=ids, offsets=offsets, bounds=bounds)
+        bound = int(ids.max()) + 1 if ids.numel() else 0
+        _set(self, bound=WRONG if bool((self.are_repeated | (ids < 0)).any()) else bound)
 
     @classmethod
     def from_lists(cls, ids: Sequence[Sequence[int]]) -> SamplingSupport:
@@ -78,16 +76,6 @@ class SamplingSupport:
         sizes = torch.tensor([len(row) for row in ids], dtype=torch.int64)
         numbers = [number for row in ids for number in row]  # their own dtype: a fraction is refused
         return cls(torch.tensor(numbers) if numbers else sizes[:0], offsets_of(sizes))
-
-    @classmethod
-    def from_padded(cls, ids: Tensor, sizes: Tensor) -> SamplingSupport:  # [T, K] int, [T] int
-        """The first sizes[t] ids of each row count; the others are padding."""
-        if ids.dim() != 2 or sizes.shape != ids.shape[:1]:
-            raise DataError(
-                f"sampling support: padded rows are ids [T, K] and sizes [T], got {tuple(ids.shape)} and {tuple(sizes.shape)}"
-            )
-        kept = torch.arange(ids.shape[1], device=ids.device) < sizes[:, None]
-        return cls(ids[kept], offsets_of(sizes))
 
     @property
     def num_rows(self) -> int:
@@ -134,17 +122,11 @@ class SamplingSupport:
         """As many rows, of which the others are empty: what is wrong with their ids is gone too. On CUDA it synchronises."""
         return SamplingSupport(self.ids[rows[self.rows]], offsets_of(torch.where(rows, self.sizes, 0)))
 
-    def cut(self, first: int, last: int) -> SamplingSupport:
-        """The sets of the rows from first to last - 1, without a copy of ids and without a synchronisation."""
-        start, end = self.bounds[[first, last]].tolist()
-        ids, rows = self.ids[start:end], slice(first, last + 1)
-        return _made([self], ids, self.offsets[rows] - start, self.bounds[rows] - start)
-
     def blocks(self, most: int = PAIRS_AT_ONCE) -> Iterator[tuple[slice, slice, SamplingSupport]]:
         """(rows, pairs, their sets): neighbouring rows with at most so many ids together, or one row. No synchronisation."""
         for rows, pairs in neighbouring_rows(self.bounds, most):
-            is_whole = rows.stop - rows.start == self.num_rows
-            yield rows, pairs, self if is_whole else self.cut(rows.start, rows.stop)
+            ends = slice(rows.start, rows.stop + 1)
+            yield rows, pairs, _made([self], self.ids[pairs], self.offsets[ends] - pairs.start, self.bounds[ends] - pairs.start)
 
     @staticmethod
     def cat(parts: Sequence[SamplingSupport]) -> SamplingSupport:
@@ -154,7 +136,7 @@ class SamplingSupport:
 
     def is_inside(self, vocab_size: int) -> bool:
         """Whether the host knows that all ids are distinct in their rows and in [0, vocab_size). False: some are not, somewhere."""
-        return self.is_clean and self.bound <= vocab_size
+        return self.bound <= vocab_size
 
     def are_wrong(self, vocab_size: int) -> Tensor:  # [nnz] bool
         """Ids outside [0, vocab_size), and those that are_repeated."""
@@ -194,11 +176,11 @@ class SamplingSupport:
 
     def _fault(self, bad: list[int], vocab_size: int, labels: Tensor, is_wrong: bool, cu_seqlens: Tensor | None) -> str:
         token = bad[0]
-        kept = self.ids[self.offsets[token] : self.offsets[token + 1]].tolist()
+        kept = self.ids[self.bounds[token] : self.bounds[token + 1]].tolist()
+        shown = ", ".join(map(str, kept[:6])) + (", ..." if len(kept) > 6 else "")
         where = f"token {token}"
         if cu_seqlens is not None:
             where += f" (sample {int(torch.searchsorted(cu_seqlens[1:].cpu().long(), token, right=True))} of the micro-batch)"
-        shown = ", ".join(map(str, kept[:6])) + (", ..." if len(kept) > 6 else "")
         if not kept:
             what = "is trained and its set is empty: mask the token, or pass the ids that the sampler kept"
         elif is_wrong:
@@ -232,12 +214,8 @@ def neighbouring_rows(bounds: Tensor, most: int) -> Iterator[tuple[slice, slice]
 
 def _made(parts: Sequence[SamplingSupport], ids: Tensor, offsets: Tensor, bounds: Tensor) -> SamplingSupport:
     """Of rows of the parts, without the checks and the sort of the constructor."""
-    known = {"bound": max(part.bound for part in parts), "is_clean": all(part.is_clean for part in parts)}
-    return _set(object.__new__(SamplingSupport), ids=ids, offsets=offsets, bounds=bounds, largest=_largest(bounds), **known)
-
-
-def _largest(bounds: Tensor) -> int:
-    return int(bounds.diff().max()) if bounds.numel() > 1 else 0
+    made = object.__new__(SamplingSupport)
+    return _set(made, ids=ids, offsets=offsets, bounds=bounds, bound=max(part.bound for part in parts))
 
 
 def _set(support: SamplingSupport, **values: object) -> SamplingSupport:
