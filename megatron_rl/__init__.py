@@ -64,26 +64,11 @@ __all__ = [
     "sample_token_weights",
     "vocab_parallel_log_probs",
 ]
-# Module -> its names here. The module is imported at the first use of a name.
-_FROM = {
-    "weights": ("register_loss_aggregation", "regularizer_weights", "sample_token_weights"),
-    "config": ("PolicyLossConfig",),
-    "declare": ("LossValue", "Parameter", "register_policy_loss"),
-    "errors": ("ConfigError", "DataError"),
-    "layout.sampling_support": ("SamplingSupport",),
-    "losses.corrections": ("Correction", "CorrectionSettings", "CorrectionValue", "register_correction"),
-    "losses.kl": ("KLValue", "register_kl_estimator"),
-    "ops.assumed_scale": ("AssumedScale",),
-    "ops.linear_log_probs": ("linear_log_probs",),
-    "ops.log_probs": ("vocab_parallel_log_probs",),
-    "ops.ratios": ("bounded_exp",),
-    "policy_loss": (
-        *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),
-        "linear_policy_loss",
-    ),
-    "count": ("RolloutCounts", "StepCounts", "StepTotals", "count_step"),
-}
-_MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
+# What has these names, from the ground up: a module is imported where those before it have not the name that is asked for.
+_HOMES = (
+    *("errors", "config", "declare", "layout.sampling_support", "count", "ops.assumed_scale", "ops.log_probs"),
+    *("ops.linear_log_probs", "ops.ratios", "losses.kl", "losses.corrections", "weights", "policy_loss"),
+)
 
 
 if not TYPE_CHECKING:  # with it a type checker would accept any name as one of the package
@@ -94,9 +79,10 @@ if not TYPE_CHECKING:  # with it a type checker would accept any name as one of 
         module, colon, attribute = name.partition(":")
         if colon:
             return getattr(import_module(f"{__name__}.{module}"), attribute)
-        if name in _MODULE_OF:
-            value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-            return value
+        if name in __all__:
+            homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+            globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
+            return globals()[name]
         if find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

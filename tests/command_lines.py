@@ -15,8 +15,8 @@ from pathlib import Path
 from test_examples import FLAGS_OF_HOSTS, FLAGS_OF_MEGATRON
 
 import benchmarks.__main__ as benchmarks
-from megatron_rl.__main__ import COMMANDS, command_module
 from megatron_rl.arguments import add_megatron_rl_args
+from megatron_rl.commands.main import COMMANDS, command_module
 from megatron_rl.hosts.args import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent

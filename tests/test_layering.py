@@ -70,7 +70,7 @@ MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
 # Files that import modules whose names are put together at run time -> why that is no circle. Elsewhere such a name is a whole one.
 BY_NAME = {
     "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
-    "__main__.py": "a command is imported where it is typed",
+    "commands/main.py": "a command is imported where it is typed",
     "declare.py": "the first look into a registry imports what declares the built-ins; a name with a dot is a user's module",
     "hosts/adapters.py": "the adapter of each name",
     "hosts/args.py": "the host of a name, where a launch is read",

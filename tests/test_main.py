@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_rl import __main__ as command_line
+from megatron_rl.commands import main as command_line
 from megatron_rl.errors import ConfigError, DataError, RunError
 
 
@@ -20,8 +21,8 @@ def run_without_a_reader(arguments: list[str], error_file: Path) -> None:
     os.dup2(writer, 1)
     os.dup2(os.open(error_file, os.O_CREAT | os.O_WRONLY), 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-    code = command_line.main(arguments)
-    sys.exit(code)
+    sys.argv = ["megatron-rl", *arguments]
+    sys.exit(command_line.main())
 
 
 @pytest.mark.parametrize(
@@ -32,23 +33,27 @@ def run_without_a_reader(arguments: list[str], error_file: Path) -> None:
         pytest.param(["launch-config", "--help"], id="help, after which argparse exits"),
     ],
 )
-def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(tmp_path, arguments):
-    """`megatron-rl explain ... | head`: the code of a shell for a closed pipe, and not a word."""
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path, arguments):
+    """`megatron-rl explain ... | head`: SIGPIPE, which a shell shows as 141."""
     process = multiprocessing.get_context("fork").Process(target=run_without_a_reader, args=(arguments, tmp_path / "stderr"))
     process.start()
     process.join()
-    assert (process.exitcode, (tmp_path / "stderr").read_text()) == (141, "")
+    assert (process.exitcode, (tmp_path / "stderr").read_text()) == (-signal.SIGPIPE, "")
 
 
-def test_a_broken_pipe_of_the_work_itself_is_not_taken_for_the_output_s(monkeypatch):
+@pytest.mark.parametrize("command", ["train", "selftest", "doctor"])
+def test_a_closed_pipe_of_a_command_s_own_work_is_an_error(monkeypatch, command):
     """A reward that lost its server must not end a run without a word."""
 
     def lost(arguments):
         raise BrokenPipeError("a socket of the user's own")
 
     monkeypatch.setattr(command_line, "run_command", lost)
+    monkeypatch.setattr(sys, "argv", ["megatron-rl", command])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(BrokenPipeError, match="a socket of the user's own"):
-        command_line.main(["train"])
+        command_line.main()
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
 
 
 @pytest.mark.parametrize(("kind", "code", "end"), [(ConfigError, 2, "\\n"), (DataError, 1, "\n"), (RunError, 1, "\n")])

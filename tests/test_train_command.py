@@ -26,7 +26,7 @@ from helpers import wait_until
 from torch.distributed import run as torchrun
 from trainer_cases import metrics_of, unlike_metrics
 
-from megatron_rl import __main__ as command_line
+from megatron_rl.commands import main as command_line
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.train import checkpoints, output_dir

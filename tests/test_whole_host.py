@@ -26,7 +26,7 @@ from forked import forked
 from host_harness import roots_by_environment
 from whole_host import MEGATRON_ROOT, WholeRun, run_whole
 
-from megatron_rl import __main__ as command_line
+from megatron_rl.commands import main as command_line
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample, group_advantages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,37 +35,6 @@ class SingleProcess:
 
 
 SINGLE = SingleProcess()
-
-
-class Agreement(Protocol):
-    """What encloses the checks of arguments: layout.agreement.RankAgreement, or ALONE."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether anything is compared. If not, the values need not be computed."""
-        ...
-
-    def add(self, name: str, value: object, *, is_sliced: bool = False) -> None: ...
-
-    def __enter__(self) -> Agreement: ...
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None: ...
-
-
-class AgreementOfOneRank:
-    """One rank has nobody to compare with: its errors pass."""
-
-    is_active = False
-
-    def add(self, name: str, value: object, *, is_sliced: bool = False) -> None: ...
-
-    def __enter__(self) -> AgreementOfOneRank:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None: ...
-
-
-ALONE = AgreementOfOneRank()
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
@@ -161,21 +129,18 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 
 
 def all_gather_stack(values: Tensor, group: Group) -> Tensor:  # [*] -> [size, *]
-    """Each rank's tensor, stacked in group order. One all-gather; shapes must agree on all ranks."""
+    """Each rank's tensor, stacked in group order. One all-gather; shapes must agree on all ranks.
+
+    Into one tensor: with a list of outputs NCCL gathers into a buffer and copies each output from it, and the host makes a tensor
+    for each rank."""
     if group.size() == 1:
         return values.unsqueeze(0)
     values = values.contiguous()
     gathered = values.new_empty((group.size(), *values.shape))
-    gather_into_one(gathered, values, group)
+    own = values if values.dim() else values.view(1)
+    rows = group.size() * own.shape[0]  # not -1, which torch cannot find for tensors without an element
+    getattr(dist, GATHER_INTO_ONE)(gathered.view(rows, *own.shape[1:]), own, group=group)
     return gathered
-
-
-def gather_into_one(gathered: Tensor, values: Tensor, group: Group) -> None:  # [size, *] and [*], both contiguous
-    """One all-gather. With a list of outputs NCCL gathers into a buffer and copies each output from it, and the host makes a tensor
-    for each rank; one output avoids all of it."""
-    values = values if values.dim() else values.view(1)
-    rows = gathered.shape[0] * values.shape[0]  # not -1, which torch cannot find for tensors without an element
-    getattr(dist, GATHER_INTO_ONE)(gathered.view(rows, *values.shape[1:]), values, group=group)
 
 
 def all_reduce_sum(values: Tensor, group: Group) -> Tensor:
