@@ -33,9 +33,7 @@ def clipped_log_ratio(
 def gmpo(
     log_ratio: Tensor,  # [N] the mean of clipped_log_ratio over the m_i unmasked tokens of sample i
     advantages: Tensor,  # [N]
-    *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
+    **clip: float,  # acts on tokens, in clipped_log_ratio
 ) -> LossValue:  # [N]
     """Clips each token's log-ratio on the side where the step would go on, and gives all tokens their sample's geometric mean.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from megatron_rl.declare import LossValue, register_policy_loss
@@ -20,10 +18,7 @@ from megatron_rl.losses.grpo import CLIP_RATIO_C, grpo
 def gspo(
     log_ratio: Tensor,  # [N] the mean of log_probs_t - old_log_probs_t over the m_i unmasked tokens of sample i
     advantages: Tensor,  # [N]
-    *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float = math.inf,
+    **clip: float,  # clip_ratio_low, clip_ratio_high and clip_ratio_c, as in grpo
 ) -> LossValue:  # [N]
     """Clips each sample's ratio. Every token of a sample has the sample's value.
 
@@ -37,10 +32,4 @@ def gspo(
     through the mean. The m_i of their sum and the 1 / m_i of the mean cancel: the derivative by each token is value'(s_i) s_i.
     A finite clip_ratio_c clips s_i of samples with A < 0 from above too (losses/grpo.py).
     """
-    return grpo(
-        log_ratio,
-        advantages,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-        clip_ratio_c=clip_ratio_c,
-    )
+    return grpo(log_ratio, advantages, **clip)

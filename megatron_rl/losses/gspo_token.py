@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from megatron_rl.declare import LossValue, register_policy_loss
@@ -22,9 +20,7 @@ def gspo_token(
     log_probs: Tensor,  # [T]
     *,
     mean_log_ratio: Tensor,  # [T] of the token's sample, a constant for the gradient
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float = math.inf,
+    **clip: float,  # clip_ratio_low, clip_ratio_high and clip_ratio_c, as in grpo
 ) -> LossValue:  # [T]
     """Clips each sample's ratio; each token multiplies it by its own advantage and has its own gradient.
 
@@ -37,10 +33,4 @@ def gspo_token(
     GSPO's. With importance weights the two differ: here each token's gradient has its own weight, in GSPO their mean.
     Use it when you want gspo and have advantages for tokens or turns.
     """
-    return grpo(
-        mean_log_ratio + (log_probs - log_probs.detach()),
-        advantages,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-        clip_ratio_c=clip_ratio_c,
-    )
+    return grpo(mean_log_ratio + (log_probs - log_probs.detach()), advantages, **clip)
