@@ -35,7 +35,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "In Megatron-Core": {
         "megatron_rl.megatron.ranks": ("initialize_ranks",),
         "megatron_rl.layout": ("resolve_groups", "local_positions", "local_cu_seqlens"),
-        "megatron_rl.layout.context_groups": ("make_context_groups",),
+        "megatron_rl.layout.groups": ("make_context_groups",),
         "megatron_rl.megatron.schedule": ("scale_for_schedule",),
         "megatron_rl.megatron.probe": ("probe_schedule",),
         "megatron_rl.megatron.forward_step": ("PolicyForwardStep",),

@@ -15,8 +15,7 @@ from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.context_groups import have_same_ranks, make_context_groups
-from megatron_rl.layout.groups import SINGLE, SingleProcess, resolve_groups
+from megatron_rl.layout.groups import SINGLE, SingleProcess, have_same_ranks, make_context_groups, resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.context_groups import hybrid_data, packed_params_of

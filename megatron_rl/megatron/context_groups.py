@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.context_groups import have_same_ranks
-from megatron_rl.layout.groups import Group, process_group, resolve_groups
+from megatron_rl.layout.groups import Group, have_same_ranks, process_group, resolve_groups
 from megatron_rl.megatron.attention import PackedAttention
 from megatron_rl.megatron.batch import ForwardInput
 from megatron_rl.megatron.model import find_gpt_model

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.context_groups import have_same_ranks
-from megatron_rl.layout.groups import Group, ParallelGroups
+from megatron_rl.layout.groups import Group, ParallelGroups, have_same_ranks
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.model import find_gpt_model
 from megatron_rl.megatron.routing import routers_of

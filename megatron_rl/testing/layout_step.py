@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.agreement import all_gather_objects
-from megatron_rl.layout.context_groups import make_context_groups
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
     Group,
@@ -21,6 +20,7 @@ from megatron_rl.layout.groups import (
     all_reduce_sum,
     broadcast_from_last,
     group_device,
+    make_context_groups,
     resolve_group,
     resolve_groups,
 )
