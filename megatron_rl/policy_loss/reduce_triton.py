@@ -12,7 +12,7 @@ the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -38,7 +38,6 @@ from megatron_rl.policy_loss.inputs import (
 )
 from megatron_rl.policy_loss.reduce_torch import metrics_of
 from megatron_rl.policy_loss.twin_triton import (
-    Equation,
     apply_to_sample,
     apply_to_tokens,
     equation_of,
@@ -58,6 +57,8 @@ BLOCK, NUM_WARPS, MAX_REGISTERS = 2048, 16, 128
 # Documents that the last reduction loads at once.
 FINISH_BLOCK = 256
 VARIATION_SQUARED = tl.constexpr(ADVANTAGE_VARIATION**2)
+# Columns of the sums that a kernel knows by name; -1: it is not needed.
+COLUMNS = ("log_ratio", "log_probs", "importance", "advantages")
 # Columns of the sums that every loss has.
 NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_nonfinite", "counts"))
 # Columns of the terms.
@@ -308,25 +309,6 @@ def finish_kernel(
     tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class _Documents:
-    """What the kernels over documents read, each tensor in one piece; None: the launch has no such input."""
-
-    log_probs: Tensor  # [T]
-    old_log_probs: Tensor | None  # [T]
-    advantages: Tensor  # [T]
-    importance_weights: Tensor | None  # [T]
-    ref_log_probs: Tensor | None  # [T]; None without a KL term
-    vectors: tuple[Tensor, ...] | None  # [T] each, the loss's further inputs; of a sequence-level loss [N] after the reduction
-    loss_mask: Tensor  # [T] uint8
-    cu_seqlens: Tensor  # [N + 1]
-    columns: tuple[str, ...]  # of the sums
-
-    def column(self, name: str) -> int:
-        """-1: it is not needed."""
-        return self.columns.index(name) if name in self.columns else -1
-
-
 @torch.no_grad()
 def reduce_triton(
     loss: PolicyLoss,  # with a declared twin
@@ -339,20 +321,42 @@ def reduce_triton(
 ) -> tuple[PolicyLossOutput, Coefficients]:
     """`reduce_torch` in three launches: equation, communication and errors are the same. Metrics are in torch."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take reduce_torch"
-    documents = _documents(loss, log_probs, batch, options)
+    columns = sum_columns(loss, batch)
+    vectors = [vector.contiguous() for vector in further_inputs(loss, batch, log_probs.dtype).values()]
+    shared: dict[str, Any] = {
+        "LOG_PROBS": log_probs.contiguous(),
+        "OLD_LOG_PROBS": _contiguous(batch.old_log_probs),
+        "ADVANTAGES": batch.advantages.contiguous(),
+        "IMPORTANCE_WEIGHTS": _contiguous(batch.importance_weights),
+        "REF_LOG_PROBS": _contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
+        "LOSS_MASK": batch.loss_mask.contiguous().view(torch.uint8),
+        "CU_SEQLENS": batch.cu_seqlens.contiguous(),
+        "SUMS": log_probs.new_empty(batch.num_documents, len(columns), dtype=torch.float64),
+        "NUM_COLUMNS": len(columns),
+        **{f"{name.upper()}_COLUMN": columns.index(name) if name in columns else -1 for name in COLUMNS},
+        "BLOCK": block,
+        "num_warps": NUM_WARPS,
+        "maxnreg": MAX_REGISTERS,
+        "enable_fp_fusion": True,
+    }
+    # The first kernel only checks that these are finite.
+    checked = [*vectors]
+    if options.correction is not None:
+        checked.append(not_none(batch.rollout_log_probs).contiguous())
+    if batch.sampling_support is not None and batch.entropy is not None:
+        checked.append(batch.entropy.contiguous())
     # Triton launches on the current device, not on its arguments' device.
     with torch.cuda.device_of(log_probs):
-        sums = _document_sums(documents, batch, options, block)
+        document_sums_kernel[(batch.num_documents,)](VECTORS=tuple(checked) or None, **shared)
+        sums = shared["SUMS"]
         if loss.level == "sequence":
             for name, vector in further_inputs(loss, batch, log_probs.dtype).items():
-                sums[:, documents.column(name)] = document_sums(torch.where(batch.loss_mask, vector, 0.0), batch.cu_seqlens)
-        sums = all_reduce_sum(sums, options.cp_group)
+                sums[:, columns.index(name)] = document_sums(torch.where(batch.loss_mask, vector, 0.0), batch.cu_seqlens)
+        sums = shared["SUMS"] = all_reduce_sum(sums, options.cp_group)
         if loss.level == "sequence" and loss.needs:
-            vectors = vectors_of_samples(loss, read_sums(loss, sums, batch, log_probs.dtype), log_probs.dtype)
-            documents = replace(documents, vectors=tuple(vector.contiguous() for vector in vectors.values()))
-        terms, c, e, num_nonfinite = _loss_and_coefficients(
-            documents, sums, equation_of(loss, options), entropy, batch, options, block
-        )
+            means = vectors_of_samples(loss, read_sums(loss, sums, batch, log_probs.dtype), log_probs.dtype)
+            vectors = [vector.contiguous() for vector in means.values()]
+        terms, c, e, num_nonfinite = _loss_and_coefficients(loss, shared, tuple(vectors) or None, entropy, batch, options)
         total, (policy_loss, kl_loss, entropy_sum) = _finish(terms, options)
         metrics = None
         if options.metrics != PolicyMetrics.NONE:
@@ -371,78 +375,25 @@ def reduce_triton(
     return output, Coefficients(c, e, sums)
 
 
-def _documents(loss: PolicyLoss, log_probs: Tensor, batch: LossBatch, options: LossOptions) -> _Documents:
-    return _Documents(
-        log_probs=log_probs.contiguous(),
-        old_log_probs=_contiguous(batch.old_log_probs),
-        advantages=batch.advantages.contiguous(),
-        importance_weights=_contiguous(batch.importance_weights),
-        ref_log_probs=_contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
-        vectors=tuple(vector.contiguous() for vector in further_inputs(loss, batch, log_probs.dtype).values()) or None,
-        loss_mask=batch.loss_mask.contiguous().view(torch.uint8),
-        cu_seqlens=batch.cu_seqlens.contiguous(),
-        columns=sum_columns(loss, batch),
-    )
-
-
-def _document_sums(documents: _Documents, batch: LossBatch, options: LossOptions, block: int) -> Tensor:  # [N, k] float64
-    sums = documents.log_probs.new_empty(batch.num_documents, len(documents.columns), dtype=torch.float64)
-    # This kernel only checks that the vectors are finite.
-    checked = documents.vectors or ()
-    if options.correction is not None:
-        checked = (*checked, not_none(batch.rollout_log_probs).contiguous())
-    if batch.sampling_support is not None and batch.entropy is not None:
-        checked = (*checked, batch.entropy.contiguous())
-    document_sums_kernel[(batch.num_documents,)](
-        LOG_PROBS=documents.log_probs,
-        OLD_LOG_PROBS=documents.old_log_probs,
-        ADVANTAGES=documents.advantages,
-        IMPORTANCE_WEIGHTS=documents.importance_weights,
-        REF_LOG_PROBS=documents.ref_log_probs,
-        VECTORS=checked or None,
-        LOSS_MASK=documents.loss_mask,
-        CU_SEQLENS=documents.cu_seqlens,
-        SUMS=sums,
-        NUM_COLUMNS=len(documents.columns),
-        LOG_RATIO_COLUMN=documents.column("log_ratio"),
-        LOG_PROBS_COLUMN=documents.column("log_probs"),
-        IMPORTANCE_COLUMN=documents.column("importance"),
-        ADVANTAGES_COLUMN=documents.column("advantages"),
-        BLOCK=block,
-        num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=True,
-    )
-    return sums
-
-
 def _loss_and_coefficients(
-    documents: _Documents,
-    sums: Tensor,  # [N, k] float64, over all cp ranks
-    equation: Equation,
+    loss: PolicyLoss,
+    shared: dict[str, Any],  # the arguments of both kernels over documents
+    vectors: tuple[Tensor, ...] | None,  # [T] each, the loss's further inputs; of a sequence-level loss [N]
     entropy: Tensor | None,  # [T]
     batch: LossBatch,
     options: LossOptions,
-    block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(terms [N, 3] float64, coefficients [T], entropy_coefficients [T] or None, num_nonfinite [N] int32)."""
-    log_probs, has_entropy_term, estimator = documents.log_probs, options.entropy_coefficient != 0, options.estimator
+    log_probs, has_entropy_term = shared["LOG_PROBS"], options.entropy_coefficient != 0
     has_regularizer = has_entropy_term or options.kl_coefficient != 0
     terms = log_probs.new_empty(batch.num_documents, 3, dtype=torch.float64)
     coefficients = torch.empty_like(log_probs)
     entropy_coefficients = torch.empty_like(log_probs) if has_entropy_term else None
     num_nonfinite = log_probs.new_empty(batch.num_documents, dtype=torch.int32)
+    equation, estimator = equation_of(loss, options), options.estimator
     loss_and_coefficients_kernel[(batch.num_documents + 1,)](
-        LOG_PROBS=log_probs,
-        OLD_LOG_PROBS=documents.old_log_probs,
-        ADVANTAGES=documents.advantages,
-        IMPORTANCE_WEIGHTS=documents.importance_weights,
-        REF_LOG_PROBS=documents.ref_log_probs,
         ENTROPIES=_contiguous(entropy) if has_entropy_term else None,
-        VECTORS=documents.vectors,
-        LOSS_MASK=documents.loss_mask,
-        CU_SEQLENS=documents.cu_seqlens,
-        SUMS=sums,
+        VECTORS=vectors,
         TOKEN_COUNTS=_contiguous(batch.token_counts),
         TOKEN_WEIGHTS=batch.token_weights.contiguous(),
         REGULARIZER_WEIGHTS=_contiguous(batch.regularizer_weights) if has_regularizer else None,
@@ -457,19 +408,11 @@ def _loss_and_coefficients(
         entropy_coefficient=float(options.entropy_coefficient),
         num_documents=batch.num_documents,
         num_tokens=log_probs.numel(),
-        NUM_COLUMNS=len(documents.columns),
-        LOG_RATIO_COLUMN=documents.column("log_ratio"),
-        LOG_PROBS_COLUMN=documents.column("log_probs"),
-        IMPORTANCE_COLUMN=documents.column("importance"),
-        ADVANTAGES_COLUMN=documents.column("advantages"),
         KL_TWIN=None if estimator is None else twin_of_kl(estimator),
         KL_TAKES_LOG_RATIO=estimator is not None and estimator.takes_log_ratio,
         LOSS=equation.twin,
         IS_OF_RATIO=equation.is_of_ratio,
-        BLOCK=block,
-        num_warps=NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=True,
+        **shared,
     )
     return terms, coefficients, entropy_coefficients, num_nonfinite
 
