@@ -195,9 +195,6 @@ OF_A_HOST = {
 }
 # page -> how the command of a block begins -> what makes its text.
 BLOCKS: dict[str, dict[str, Producer]] = {
-    "README.md": {
-        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
-    },
     "docs/step_by_hand.md": EXPLAIN_A_STEP | {"block": Producer(outputs.of_block)},
     "docs/explain.md": EXPLAIN,
     "docs/doctor.md": {"megatron-rl doctor, on a machine with a broken package": Producer(outputs.of_a_sick_machine)},
