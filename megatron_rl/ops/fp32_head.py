@@ -63,26 +63,26 @@ class _Float32Head(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # [..., V_tp]
         hidden, weight = ctx.saved_tensors
-        of_logits = gradient.reshape(-1, weight.shape[0]).to(gradient_dtype(weight, True))
-        pending = of_weight = rows = None
+        logits_gradient = gradient.reshape(-1, weight.shape[0]).to(gradient_dtype(weight, True))
+        pending = own_weight_gradient = rows = None
         if ctx.needs_input_grad[1]:  # before the reduction starts: collectives of a group queue, and the gather is waited for
             rows = product_operand(_whole_rows(hidden, ctx.tp_group, ctx.sequence_parallel), True)
         if ctx.needs_input_grad[0]:
-            of_rows = hidden_gradient(of_logits, product_operand(weight, True))
+            rows_gradient = hidden_gradient(logits_gradient, product_operand(weight, True))
             start = start_reduce_scatter_sum if ctx.sequence_parallel else start_all_reduce_sum
-            pending = start(of_rows, ctx.tp_group)
+            pending = start(rows_gradient, ctx.tp_group)
         if rows is not None:
-            of_weight = _weight_gradient(of_logits, rows, ctx.parameter)
-        of_hidden = None if pending is None else pending.wait().to(hidden.dtype).view(hidden.shape)
-        return of_hidden, of_weight, None, None
+            own_weight_gradient = _weight_gradient(logits_gradient, rows, ctx.parameter)
+        reduced_gradient = None if pending is None else pending.wait().to(hidden.dtype).view(hidden.shape)
+        return reduced_gradient, own_weight_gradient, None, None
 
 
-def _weight_gradient(of_logits: Tensor, rows: Tensor, parameter: Tensor) -> Tensor | None:  # [V_tp, H], what backward returns
+def _weight_gradient(logits_gradient: Tensor, rows: Tensor, parameter: Tensor) -> Tensor | None:  # [V_tp, H], what backward returns
     """Adds G^T X to main_grad, unrounded, where there is one; else returns it in the parameter's dtype."""
     main_grad = main_grad_of(parameter)
     if main_grad is None:
-        return weight_gradient(of_logits, rows, parameter.dtype)
-    add_weight_gradient(of_logits, rows, out=main_grad)
+        return weight_gradient(logits_gradient, rows, parameter.dtype)
+    add_weight_gradient(logits_gradient, rows, out=main_grad)
     return gradient_in_main_grad(parameter)
 
 

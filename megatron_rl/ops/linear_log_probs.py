@@ -122,8 +122,8 @@ def linear_log_probs(
     tensor([0.2500])
     """
     tp_group = resolve_group(tp_group, "tp")
-    of_all = 1.0 if isinstance(temperature, Tensor) else temperature
-    options = HeadOptions(of_all, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
+    one_temperature = 1.0 if isinstance(temperature, Tensor) else temperature
+    options = HeadOptions(one_temperature, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
         num_tokens = check_head(hidden, weight, labels, options)
         if loss_mask is not None and (
@@ -144,14 +144,14 @@ def linear_log_probs(
             mask = None if loss_mask is None else loss_mask.to(hidden.device, non_blocking=True)
             if isinstance(sampling_support, SamplingSupport):
                 on_host, sampling_support = sampling_support.to(torch.device("cpu")), sampling_support.to(hidden.device)
-            check_support(sampling_support, labels, mask, vocab_shard(weight.shape[0], of_all, vocab_size, tp_group))
+            check_support(sampling_support, labels, mask, vocab_shard(weight.shape[0], one_temperature, vocab_size, tp_group))
         compare_supports(agreement, sampling_support, mask)
         rows = torch.arange(num_tokens) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
-        parts: Parts = ((of_all, rows),)
+        parts: Parts = ((one_temperature, rows),)
         if isinstance(temperature, Tensor):
-            of_rows = _of_rows(temperature, rows, num_tokens)
-            agreement.add("temperatures of rows", of_rows)
-            parts = tuple((one, rows[of_rows == one]) for one in of_rows.unique().tolist())
+            temperatures = _of_rows(temperature, rows, num_tokens)
+            agreement.add("temperatures of rows", temperatures)
+            parts = tuple((one, rows[temperatures == one]) for one in temperatures.unique().tolist())
         capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, rows.numel())
     if on_host is not None:
         with torch.no_grad():
@@ -177,10 +177,10 @@ def _of_rows(temperature: Tensor, rows: Tensor, num_tokens: int) -> Tensor:  # a
         temperature = temperature.expand(num_tokens)
     if temperature.shape != (num_tokens,):
         raise DataError(f"temperature has {temperature.numel()} numbers for {num_tokens} rows: pass one a row, [T], or one for all")
-    of_rows = temperature.detach().cpu()[rows]
-    for one in of_rows.unique().tolist():
+    temperatures = temperature.detach().cpu()[rows]
+    for one in temperatures.unique().tolist():
         check_temperature(one)
-    return of_rows
+    return temperatures
 
 
 def _in_chunks(parts: Parts, capacity: int) -> list[tuple[float, Tensor]]:
@@ -220,8 +220,8 @@ def score_kept(
 ) -> tuple[LinearHead, RowResult, Pairs, PairKernels, PairScores]:
     """The head's log_probs are over the kept ids, and its entropy over the vocabulary, whose numbers the RowResult has. Without an
     entropy no row is multiplied by all columns."""
-    of_all = rows if options.with_entropy else rows[:0]
-    head, result = score_rows(hidden, weight, labels, options, ((options.temperature, of_all),), capacity)
+    rows_of_all_columns = rows if options.with_entropy else rows[:0]
+    head, result = score_rows(hidden, weight, labels, options, ((options.temperature, rows_of_all_columns),), capacity)
     pairs, kernels = make_pairs(support, rows, labels, head.shard), pair_kernels(resolve_backend(options.backend, head.logits))
     scores = score_pairs(head.hidden, head.weight, pairs, head.shard, options.tp_group, kernels, max_bytes=max_bytes)
     head.log_probs[pairs.rows] = scores.log_probs
@@ -268,6 +268,6 @@ class LinearLogProbs(torch.autograd.Function):
             is_reduced=ctx.reduces_hidden,
         )
         result = RowResult(maximum, total, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
-        of_hidden = run_gradient(head, chunks, result, c, entropy_gradient, gradient)
-        of_weight = None if gradient.weight is None else gradient.weight.to(weight.dtype)
-        return of_hidden, of_weight, *[None] * 5
+        hidden_gradient = run_gradient(head, chunks, result, c, entropy_gradient, gradient)
+        weight_gradient = None if gradient.weight is None else gradient.weight.to(weight.dtype)
+        return hidden_gradient, weight_gradient, *[None] * 5

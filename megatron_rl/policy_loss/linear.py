@@ -178,12 +178,12 @@ def linear_policy_loss(
             longest = max((chunk.numel() for item in items for chunk in item.chunks), default=0)
             head = make_head(hidden, weight, labels, head_options, longest)
             # cp ranks have other chunks of rows, so nothing is reduced there.
-            of_rows = replace(options, metrics=PolicyMetrics.NONE, cp_group=SINGLE if is_row_by_row else options.cp_group)
+            row_options = replace(options, metrics=PolicyMetrics.NONE, cp_group=SINGLE if is_row_by_row else options.cp_group)
 
             def coefficients(item: WorkItem) -> tuple[Tensor, Tensor | None]:
                 chosen = _rows_of(item, device)
                 entropy = None if head.entropy is None else head.entropy[chosen]
-                _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), of_rows)
+                _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), row_options)
                 return found.log_probs, found.entropy
 
             if ready is None:
@@ -286,7 +286,7 @@ def _fill_with_pairs(
     A term of the entropy, which is over the vocabulary, has chunks of all columns beside the pairs, and their logits a second time.
     Communication: tp one all-reduce of the gradient of hidden, or one reduce-scatter, during the weight gradient of the pairs.
     """
-    (of_all, pairs, kernels, scores), (capacity, max_bytes) = scored, sizes
+    (full_results, pairs, kernels, scores), (capacity, max_bytes) = scored, sizes
     scale = 1.0 if ready.loss_scale is None else ready.loss_scale
     c, e = coefficients.log_probs * scale, coefficients.entropy
     gradient = make_gradient(
@@ -301,13 +301,13 @@ def _fill_with_pairs(
     )
     if e is not None and rows.numel():
         chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
-        run_gradient(head, chunks, of_all, torch.zeros_like(c), e * scale, gradient)
+        run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)
     g, pending, memory = pair_gradient(scores, pairs, c[pairs.rows], head.shard), None, {"max_bytes": max_bytes}
     if gradient.hidden is not None:
-        of_pairs = gradient.hidden if e is None else torch.zeros_like(gradient.hidden)
-        kernels.add_hidden(g, pairs, head.weight, out=of_pairs, **memory)
+        pairs_gradient = gradient.hidden if e is None else torch.zeros_like(gradient.hidden)
+        kernels.add_hidden(g, pairs, head.weight, out=pairs_gradient, **memory)
         start = start_reduce_scatter_sum if head.options.sequence_parallel else start_all_reduce_sum
-        pending = start(of_pairs if e is None else gradient.hidden.add_(of_pairs), head.options.tp_group)
+        pending = start(pairs_gradient if e is None else gradient.hidden.add_(pairs_gradient), head.options.tp_group)
     if gradient.needs_weight:
         if gradient.weight is None:
             gradient.weight = torch.zeros_like(head.weight, dtype=head.log_probs.dtype)

@@ -180,11 +180,11 @@ def metrics_of(
         cp_rank=options.cp_group.rank(),
     )
     if batch.correction is not None:
-        of_correction = CorrectionValues(batch.correction, advantages)
-        statistics = replace(statistics, correction=token_statistics(of_correction, loss_mask=batch.loss_mask, counts=counts))
+        correction_values = CorrectionValues(batch.correction, advantages)
+        statistics = replace(statistics, correction=token_statistics(correction_values, loss_mask=batch.loss_mask, counts=counts))
     if batch.sampling_support is not None:
-        of_sets = SupportValues(log_probs, batch.sampling_support.sizes)
-        statistics = replace(statistics, support=token_statistics(of_sets, loss_mask=batch.loss_mask, counts=counts))
+        set_values = SupportValues(log_probs, batch.sampling_support.sizes)
+        statistics = replace(statistics, support=token_statistics(set_values, loss_mask=batch.loss_mask, counts=counts))
     return statistics
 
 
