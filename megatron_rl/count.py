@@ -97,7 +97,7 @@ def count_step(
         rollout_ids: S ids; samples with equal ids are rows of one rollout, over all dp ranks and micro-batches, and share their
             prompt. None: each sample is a rollout.
     Communication over dp, none at size 1: one all-gather of 48 bytes and, with ids, one of a row for each sample: its tokens and
-        the digests of its ids, 16 bytes with ids of one kind, 24 with both. docs/scale.md has sizes and times.
+        the digests of its ids, 16 bytes with ids of one kind, 24 with both. docs/parallelism.md has sizes and times.
     Raises: DataError, on all ranks of dp_group together, for a mask that is not 0/1, a step without an unmasked token, ids on some
         ranks only, a rollout of two prompts, and a prompt group that is incomplete or too large. ConfigError for samples_per_prompt
         without prompt_ids, for settings that differ between ranks, and for a dp_group that holds cp ranks.

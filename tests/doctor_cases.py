@@ -46,7 +46,7 @@ def machine(base: dict = CPU_MACHINE, **changes: dict) -> dict:
 
 
 GPU_MACHINE = machine(torch=CUDA_TORCH, machine={"has_nvidia_device": True})
-# The one of docs/doctor.md.
+# The one of docs/tools.md.
 SICK_MACHINE = machine(
     GPU_MACHINE,
     flash_attn={"state": "broken", "error": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"},

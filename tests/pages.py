@@ -21,11 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import api_page
 import kernel_tables
 import page_outputs as outputs
 import refused_calls
-import validation_cases
 from helpers import names_forgotten
 
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
@@ -139,8 +137,7 @@ def arguments_page() -> str:
         "",
         "One argparse group, `megatron_rl`; `megatron_rl.arguments.add_megatron_rl_args(parser)` adds it. A flag that",
         "is not given takes its default. In a YAML file that a host merges, a key is the flag's name with underscores",
-        "and without the dashes in front. A flag that is set on a route where it has no effect is an error. The rules",
-        "are in [Validation errors](validation.md).",
+        "and without the dashes in front. A flag that is set on a route where it has no effect is an error.",
         "",
         "| flag | value | default | routes | meaning |",
         "|---|---|---|---|---|",
@@ -172,9 +169,7 @@ def _places(routes: frozenset[Route]) -> str:
 
 
 WHOLE_PAGES: dict[str, Callable[[], str]] = {
-    "docs/api.md": api_page.page,
     "docs/arguments.md": arguments_page,
-    "docs/validation.md": validation_cases.validation_page,
     "docs/losses.md": of_losses,
     "docs/corrections.md": of_corrections,
     "tests/messages.txt": refused_calls.messages_table,
@@ -183,7 +178,6 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
 ON_REQUEST: dict[str, Callable[[], str]] = {"tests/kernel_figures.md": of_kernels}
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
-CHAIN = {"megatron-rl explain": Producer(outputs.of_the_chain)}
 EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(outputs.printed)}
 EXPLAIN = EXPLAIN_A_STEP | {
     "megatron-rl explain --stock": Producer(outputs.printed),
@@ -197,8 +191,8 @@ OF_A_HOST = {
 BLOCKS: dict[str, dict[str, Producer]] = {
     "docs/step_by_hand.md": EXPLAIN_A_STEP | {"block": Producer(outputs.of_block)},
     "docs/explain.md": EXPLAIN,
-    "docs/doctor.md": {"megatron-rl doctor, on a machine with a broken package": Producer(outputs.of_a_sick_machine)},
-    "docs/selftest.md": {
+    "docs/tools.md": {
+        "megatron-rl doctor, on a machine with a broken package": Producer(outputs.of_a_sick_machine),
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
     },
@@ -215,7 +209,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
-    "docs/hosts/verl.md": CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
+    "docs/hosts/verl.md": {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
     "docs/hosts/nemo_rl.md": {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
     "docs/hosts/megatron_lm.md": {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),

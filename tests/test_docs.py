@@ -5,7 +5,6 @@ Outputs are in tests/test_pages.py, code in tests/test_docs_code.py. Nothing is 
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
 import os
@@ -20,7 +19,6 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import api_page
 import markdown_pages
 import pytest
 from command_lines import OF_BOTH_HOSTS, flags_of_hosts, flags_of_torchrun, our_flags
@@ -150,26 +148,6 @@ def test_every_module_and_path_of_a_page_exists(page):
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
     missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]
     assert sorted(missing) == []
-
-
-def test_the_api_page_has_every_public_name():
-    shown = {name for modules in api_page.SECTIONS.values() for name in modules.get("megatron_rl", ())}
-    assert set(megatron_rl.__all__) - shown == {"Correction"}  # a field of PolicyLossOutput
-
-
-def test_the_api_page_has_every_name_that_a_page_imports():
-    """Of pages for users; those of hosts and CONTRIBUTING.md say themselves what their names are. A twin is no Python function."""
-    shown = {(module, name) for modules in api_page.SECTIONS.values() for module, names in modules.items() for name in names}
-    imports = [
-        (node.module, alias.name)
-        for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        if not block.startswith(">>>")
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_rl") and "_triton" not in str(node.module)
-        for alias in node.names
-    ]
-    assert len(imports) > 20 and sorted(set(imports) - shown) == []
 
 
 def test_dir_lists_public_names_alone():

@@ -213,14 +213,6 @@ def test_it_needs_torch_alone():
     assert "left out: auxiliary losses of the model's experts and of MTP: they keep the scale that Megatron gives them" in out
 
 
-def test_the_page_names_every_key_of_the_json():
-    found = explain_json(*S, "--host", "slime")
-    parts = [found, found["chain"], found["chain"]["factors"][0], found["aggregations"]["sample_mean"]]
-    keys = {key for part in parts for key in part}
-    page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
-    assert sorted(key for key in keys if f"`{key}`" not in page) == []
-
-
 def test_the_help_begins_with_the_step_and_lists_no_flag_that_changes_no_weight(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["explain", "--help"])

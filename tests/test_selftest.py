@@ -170,7 +170,7 @@ def test_a_wrong_scale_fails_with_the_ratio_and_its_name(of_ranks, name):
             assert row.cause.startswith("all ranks: ") or "gradient is" in row.cause, row
         else:
             assert row.cause.startswith(message) and (ratio is None or row.ratio == pytest.approx(ratio, rel=1e-5)), row
-    if mistake is divided_by_cp:  # docs/selftest.md shows this one
+    if mistake is divided_by_cp:  # docs/tools.md shows this one
         assert re.search(r"x +0\.500000", command.row_text(rows[0]))
 
 
@@ -405,6 +405,6 @@ def test_one_process_without_torchrun(tmp_path):
 
 
 def failing_rows(rank: int) -> str:
-    """What docs/selftest.md shows of a failure; tests/pages.py runs it."""
+    """What docs/tools.md shows of a failure; tests/pages.py runs it."""
     ((rows, _),) = runs_on_rank(rank, [(Layout(context=2), (Case("grpo", "token_mean"),), divided_by_cp)])
     return command.row_text(rows[1])

@@ -1,8 +1,7 @@
-"""Launches that each rule refuses or allows, and the page of them, which tests/pages.py writes."""
+"""Launches that each rule refuses or allows."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -14,22 +13,6 @@ from megatron_rl.validation import Settings, config_warnings
 from megatron_rl.validation.rules import RULES
 from megatron_rl.weights import loss_aggregation_names
 
-PAGE_HEAD = """# What is refused before the first step
-
-Every rule of `megatron_rl.validation`, with a launch that it refuses and how its message begins. After `...` the message says why,
-and what to type. One error lists all problems of a launch, and nothing is corrected silently. [Flags](arguments.md) says which flag
-works on which route.
-
-| a launch | the message begins |
-|---|---|
-"""
-WARNINGS_HEAD = """## Warnings
-
-These launches run; a warning says so once, at start.
-
-| launch | the warning begins |
-|---|---|
-"""
 CONSTANT = {"loss_aggregation": "constant"}
 PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
 TOKEN_MEAN = {"loss_aggregation": "token_mean"}
@@ -266,24 +249,6 @@ def judge(rule_name: str, settings: dict) -> list[str]:
 def warnings_at(settings: dict) -> list[str]:
     with own_names_of(settings):
         return config_warnings(launch(settings).config)
-
-
-def validation_page() -> str:
-    lines = []
-    for name in (rule.__name__ for rule in RULES):
-        settings = REFUSED[name][0]
-        lines.append(f"| {as_settings(settings)} | {beginning(judge(name, settings)[0])} |\n")
-    warned = [f"| {as_settings(case)} | {beginning(warnings_at(case)[0])} |\n" for case in WARNED[:3]]
-    return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, *warned])
-
-
-def beginning(message: str) -> str:
-    """What is wrong, without the reason and the remedy, which the message itself says."""
-    what, _, rest = message.partition("; ")
-    for end in re.finditer(": ", what):
-        if len(what[: end.start()].split()) > 4:
-            return f"{what[: end.start()]} ..."
-    return f"{what} ..." if rest else what
 
 
 def as_settings(settings: dict) -> str:

@@ -1,1 +1,1 @@
-"""Reads what somebody else wrote: regular files alone, bounded and typed. No code of a file runs. docs/security.md lists it."""
+"""Reads what somebody else wrote: regular files alone, bounded and typed. No code of a file runs. docs/training.md lists it."""

@@ -135,7 +135,7 @@ def columns(rows: list[list[str]]) -> Iterator[str]:
 
 
 def as_json(explanation: Explanation) -> str:
-    """docs/explain.md names every key."""
+    """What --json prints."""
     step, counts, weighings, chain = explanation.step, explanation.counts, explanation.weighings, explanation.chain
     found = {
         "source": step.source,
