@@ -9,7 +9,6 @@ from fractions import Fraction
 from importlib import import_module
 
 import pytest
-from conftest import ROOT
 from explain_cases import CLOSE, S, explain, explain_json
 from forked import forget, forked
 from test_aggregation import GOLDEN
