@@ -118,7 +118,7 @@ REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
         (ConfigError, f"divisor=8 with loss aggregation {mode}, which has no divisor: remove it", mode, {"divisor": 8})
         for mode in ("sample_mean", "prompt_mean", "token_mean", "row_mean")
     ],
-    (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant, row_mean", "mean", {}),
+    (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant", "mean", {}),
     (DataError, "no unmasked token", "token_mean", {"totals": StepTotals(4, 2, 0)}),
     (DataError, "token_counts is tuple", "token_mean", {"counts": (2, 4)}),
     (DataError, r"prompt_token_counts \(2,\) must have one entry a sample", "prompt_mean", {"prompt_counts": S_PROMPT_COUNTS[:2]}),
