@@ -466,6 +466,16 @@ def test_a_wrong_correction_is_named_at_launch(forgets, function, message):
     assert message in problem and problem.startswith("importance_correction=own")
 
 
+def test_a_token_has_the_factor_of_its_sample_times_its_own(forgets):
+    bounds = {"sequence_mean": (0.0, None)}
+    register_correction("own", bounds=bounds, weigh_tokens=lambda ratios: ratios.sqrt())(lambda ratios, low, high: ratios / 4)
+    w, zeros = torch.tensor([4.0, 1.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    settings = CorrectionSettings(kind="own", level="sequence_mean", high=3.0)
+    found, _ = importance_correction(settings, w.log(), zeros, torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    # The geometric mean of w is 2, and 2 / 4 x (2, 1).
+    torch.testing.assert_close(found.weights, torch.tensor([1.0, 0.5], dtype=torch.float64), **EXACT)
+
+
 def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_path, monkeypatch, forgets):
     """Its first one was registered when the second raised, and is registered once more when the file is imported again."""
     name = f"two_of_{tmp_path.name}"
