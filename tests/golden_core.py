@@ -156,13 +156,13 @@ def scores_on_rank(given: Given, groups) -> Values:
 @contextlib.contextmanager
 def small_blocks() -> Iterator[None]:
     """Documents of a few tokens then have several blocks of a kernel."""
+    from megatron_rl.ops import rows_triton
     from megatron_rl.ops.backends import OneReadConfiguration
-    from megatron_rl.policy_loss import one_read_triton
     from megatron_rl.policy_loss.reduce_triton import reduce_triton
 
     shape = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
     with (
-        mock.patch.object(one_read_triton, "one_read_configuration", lambda *sizes: shape),
+        mock.patch.object(rows_triton, "one_read_configuration", lambda *sizes: shape),
         mock.patch.dict(reduce_triton.__wrapped__.__kwdefaults__, block=4),
     ):
         yield

@@ -17,9 +17,7 @@ PAGE = TESTS / "kernel_figures.md"
 # The newest, and that of torch 2.10 and 2.11, which many images bring.
 SHOWN = (TRITONS[-1], "3.6")
 NAMES = {"bf16": "bf16", "fp32": "float32"}
-ROWS, GRADIENT, RESCALE, ONE, UNIT = (
-    f"{name}_kernel" for name in ("row_statistics", "logits_gradient", "rescale", "one_read", "unit_gradient")
-)
+ROWS, GRADIENT, RESCALE, ONE = (f"{name}_kernel" for name in ("row_statistics", "logits_gradient", "rescale", "one_read"))
 # table -> what its first column says -> (launch, kernel).
 TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "a walk": {
@@ -37,15 +35,15 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         "`one_read`, float32, entropy, KL, importance weights": ("grpo, one read, fp32, everything", ONE),
         "`one_read`, bf16, GSPO on-policy": ("gspo, one read, bf16, three rows, on-policy", ONE),
         "`one_read`, float32, entropy, KL, importance weights, short rows": ("grpo, one read, fp32, six rows, everything", ONE),
-        "`unit_gradient`, bf16": ("unit gradient bf16", UNIT),
-        "`unit_gradient`, float32 into bf16": ("unit gradient fp32 into bf16, three rows", UNIT),
-        "`unit_gradient`, float32, entropy, short rows": ("unit gradient fp32, six rows, entropy", UNIT),
+        "`one_read` without a loss, bf16": ("unit gradient bf16", ONE),
+        "`one_read` without a loss, float32 into bf16": ("unit gradient fp32 into bf16, three rows", ONE),
+        "`one_read` without a loss, float32, entropy, short rows": ("unit gradient fp32, six rows, entropy", ONE),
     },
     "a B200": {
         "K1, bf16": ("statistics bf16", ROWS),
         "K4, bf16": ("gradient bf16", GRADIENT),
         "`one_read`, bf16": ("grpo, one read, bf16", ONE),
-        "`unit_gradient`, bf16": ("unit gradient bf16", UNIT),
+        "`one_read` without a loss, bf16": ("unit gradient bf16", ONE),
     },
 }
 OF_B200 = "a B200"
@@ -126,7 +124,7 @@ def tables() -> dict[str, list[str]]:
                 launch for table, rows in TABLES.items() if (table == OF_B200) == (target == 100) for launch, _ in rows.values()
             }
             command = [sys.executable, TESTS / "sass_gate.py", "--json", "--target", str(target), "--only", *sorted(wanted)]
-            command += ["--code-of", ROWS, GRADIENT, RESCALE, ONE, UNIT]
+            command += ["--code-of", ROWS, GRADIENT, RESCALE, ONE]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment_of(version))
             gate = json.loads(done.stdout)
             columns.setdefault(name_of(gate["versions"]), {}).update(described(gate, target))

@@ -387,13 +387,15 @@ def pretended_device(target: int = 90) -> Iterator[None]:
 
 
 def indexed(tensor: torch.Tensor, index: object) -> torch.Tensor:
-    """tensor[index] of numbers, slices and an ellipsis: a torch without CUDA stumbles over the device in its own."""
+    """tensor[index] of numbers, slices, vectors and an ellipsis: a torch without CUDA stumbles over the device in its own."""
     parts, dimension = index if isinstance(index, tuple) else (index,), 0
     for number, part in enumerate(parts):
         if part is Ellipsis:
             dimension = tensor.dim() - (len(parts) - number - 1)
         elif isinstance(part, int):
             tensor = tensor.select(dimension, part)
+        elif isinstance(part, torch.Tensor):
+            tensor, dimension = torch.ops.aten.index_select(tensor, dimension, part), dimension + 1
         else:
             start, stop, step = part.indices(tensor.shape[dimension])
             tensor = torch.ops.aten.slice(tensor, dimension, start, stop, step)

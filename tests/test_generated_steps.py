@@ -215,11 +215,11 @@ def small_kernels():
     if not HAS_TRITON:
         yield
         return
-    from megatron_rl.policy_loss import one_read_triton
+    from megatron_rl.ops import rows_triton
     from megatron_rl.policy_loss.reduce_triton import reduce_triton
 
     with (
-        mock.patch.object(one_read_triton, "one_read_configuration", lambda *sizes: ONE_READ),
+        mock.patch.object(rows_triton, "one_read_configuration", lambda *sizes: ONE_READ),
         mock.patch.dict(reduce_triton.__wrapped__.__kwdefaults__, block=4),
     ):
         yield

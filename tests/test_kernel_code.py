@@ -134,7 +134,7 @@ ONE_READ, ONE_READ_WITH_ENTROPY = Bounds(instructions=11.5), Bounds(instructions
 # A number is read, multiplied and written, and a bf16 one is converted twice: 3.9.
 RESCALE = Bounds(instructions=5.0)
 
-TWO_WALKS = ("one_read_kernel", "unit_gradient_kernel")
+TWO_WALKS = ("one_read_kernel",)
 HOT = {
     "row_statistics_kernel": [
         *((f"statistics {dtype}", STATISTICS) for dtype in ("bf16", "fp32")),
@@ -159,8 +159,6 @@ HOT = {
             )
         ),
         *((f"grpo, one read, {which}, everything", ONE_READ_WITH_ENTROPY) for which in ("bf16", "fp32", "fp32, six rows")),
-    ],
-    "unit_gradient_kernel": [
         *((f"unit gradient {which}", ONE_READ) for which in ("bf16", "fp32 into bf16, three rows", "fp32, six rows, entropy")),
     ],
     "rescale_kernel": [(f"rescale {dtype}", RESCALE) for dtype in ("bf16", "fp32")],
@@ -184,7 +182,7 @@ def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
     """Registers bound the programs that a multiprocessor starts: below 33 a thread, twice the rows would share the cache."""
     from megatron_rl.ops.backends import ROWS_AT_ONCE
 
-    programs = [figures for figures in gate.of_the_package() if figures["kernel"] in ("one_read_kernel", "unit_gradient_kernel")]
+    programs = [figures for figures in gate.of_the_package() if figures["kernel"] == "one_read_kernel"]
     for figures in programs:
         registers = -(-figures["registers"] // 8) * 8 * 32 * figures["num_warps"]
         assert 1 <= 65536 // registers <= ROWS_AT_ONCE[figures["num_warps"]], figures
@@ -262,11 +260,7 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
         *(("scatter_product_kernel", name) for name in ("SOURCE", "OUT")),
         # What a loss needs besides comes in a tuple: do_not_specialize_on_alignment does not reach into one.
         ("loss_and_coefficients_kernel", "VECTORS"),
-        *(
-            (kernel, name)
-            for kernel in ("logits_gradient_kernel", "one_read_kernel", "unit_gradient_kernel")
-            for name in ("X", "OUT")
-        ),
+        *((kernel, name) for kernel in ("logits_gradient_kernel", "one_read_kernel") for name in ("X", "OUT")),
     }
 
 
@@ -278,7 +272,7 @@ LAUNCHED = {
     "statistics bf16, shards": ["list_rows", "row_statistics", "combine"],
     "statistics bf16, split, shards": ["list_rows", "row_statistics", "combine", "combine"],
     "gradient bf16": ["logits_gradient"],
-    "unit gradient bf16": ["unit_gradient"],
+    "unit gradient bf16": ["one_read"],
     "rescale bf16": ["rescale"],
     "sparse head bf16": ["gather_product", "scatter_product", "scatter_product"],
     **dict.fromkeys((*TWINS, "grpo, cp", "gspo, advantages per token", "gspo, everything"), LOSS),
@@ -293,6 +287,10 @@ def test_a_launch_on_a_gpu_takes_the_kernels_of_the_table_in_the_docs(gate, laun
     where there is padding: three small operations of torch take it out of the mask. cp reduces a clone."""
     assert gate.kernels(launch) == LAUNCHED[launch]
     padding = ["arange.default", "lt.Tensor", "bitwise_and.Tensor"]
+    # Advantages of samples become those of tokens.
+    padding += ["arange.default", "searchsorted.Tensor", "new_zeros.default", "cat.default", "index_select.default"] * (
+        launch != "gspo, advantages per token"
+    )
     expected = padding if launch.startswith(TWINS) else []
     # The vectors of [N] of a loss that needs the tokens of a sample.
     counts = ["gt.Scalar", "clamp.default", "div.Tensor", "scalar_tensor.default", "where.self", "_to_copy.default"]

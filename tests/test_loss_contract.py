@@ -133,7 +133,7 @@ def test_an_advantage_of_zero_gives_nothing(name):
 def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
     from twin_kernel import twin_kernel
 
-    from megatron_rl.policy_loss.twin_triton import twin_of
+    from megatron_rl.policy_loss.reduce_triton import twin_of
 
     vectors = [given["log_ratio"], given["advantages"], given["log_probs"], *given["vectors"].values()]
     log_ratio, advantages, log_probs, *further = (x.to(KERNEL_DEVICE) for x in vectors)

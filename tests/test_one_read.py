@@ -44,6 +44,7 @@ from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, onl
 from test_loss_hops import MOST, Hops
 
 import megatron_rl.ops.backends as backends
+import megatron_rl.ops.rows_triton as rows_triton
 import megatron_rl.policy_loss.one_read_triton as one_read
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
@@ -64,7 +65,7 @@ LENGTHS, NUM_MASKED = [4, 0, 5, 1, 2], (1, 0, 2, 0, 2)  # the last document is m
 def chosen(configuration: OneReadConfiguration | None = SMALL) -> Iterator[list[str]]:
     """Any shape fits the cache, and both paths have the same lanes. Gives the names of the kernels that are launched."""
     with (
-        mock.patch.object(one_read, "one_read_configuration", lambda *sizes: configuration),
+        mock.patch.object(rows_triton, "one_read_configuration", lambda *sizes: configuration),
         mock.patch.dict(row_results_triton.__kwdefaults__, SMALL_STATISTICS),
         mock.patch.dict(logits_gradient_triton.__kwdefaults__, SMALL_GRADIENT),
         counted_launches() as launches,
@@ -333,7 +334,7 @@ def test_two_kernels_stay_without_a_gradient_a_factor_room_or_adjacent_columns()
     assert "one_read_kernel" not in launches
     inputs, settings = mock.Mock(), mock.Mock(tp_group=two_ranks(), cp_group=SINGLE, correction=None)
     with chosen():
-        plan = functools.partial(one_read.plan_one_read, is_assumed=False)
+        plan = functools.partial(one_read.plan_loss, is_assumed=False)
         assert plan(get_policy_loss("grpo"), logits, inputs, settings) is None
         settings.tp_group = SINGLE
         assert plan(get_policy_loss("grpo"), logits, inputs, settings) == SMALL

@@ -439,7 +439,7 @@ def test_a_wrong_set_that_nobody_reads_gives_no_number(which, tp, backend):
         width = V // group.size()
         leaf = case.logits[:, group.rank() * width :][:, :width].float().to(KERNEL_DEVICE).clone().requires_grad_()
         shard, kernels = vocab_shard(width, 1.0, None, group), row_kernels(resolve_backend(backend, leaf))
-        scores, _ = SupportLogProbs.apply(leaf, labels, None, support, shard, group, False, False, kernels)
+        scores, _ = SupportLogProbs.apply(leaf, labels, None, shard, group, False, False, kernels, support)
         scores.sum().backward()
         return scores.detach().cpu(), leaf.grad.cpu()
 

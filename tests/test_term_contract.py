@@ -93,7 +93,7 @@ def test_exponents_stop_at_the_bound(name):
 def test_the_triton_twin_is_the_torch_function(name):
     from twin_kernel import kl_kernel
 
-    from megatron_rl.policy_loss.twin_triton import twin_of_kl
+    from megatron_rl.policy_loss.reduce_triton import twin_of_kl
 
     estimator, given = KL_ESTIMATORS.find(name), differences(torch.float32)
     want = kl_estimate(estimator, *given)
@@ -113,7 +113,7 @@ def k3_in_torch(log_probs: torch.Tensor, reference: torch.Tensor) -> list[torch.
 def k3_by_twin(log_probs: torch.Tensor, reference: torch.Tensor) -> list[torch.Tensor]:
     from twin_kernel import kl_kernel
 
-    from megatron_rl.policy_loss.twin_triton import twin_of_kl
+    from megatron_rl.policy_loss.reduce_triton import twin_of_kl
 
     inputs = [x.to(KERNEL_DEVICE) for x in (log_probs, reference, log_probs)]
     found = [torch.full_like(inputs[0], math.nan) for _ in range(2)]

@@ -17,12 +17,12 @@ from test_linear_losses import KINDS, fused, options_of
 from test_log_probs_triton import IS_INTERPRETED, SMALL, SMALL_GRADIENT, in_guarded_memory, random_rows, truth
 
 import megatron_rl.ops.backends as backends
-import megatron_rl.ops.unit_gradient_triton as unit_gradient_triton
+import megatron_rl.ops.rows_triton as rows_triton
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
-from megatron_rl.ops.unit_gradient_triton import plan_unit_gradient, unit_gradient
+from megatron_rl.ops.rows_triton import unit_gradient
 
 pytestmark = pytest.mark.kernel
 # Lanes and tiles of the statistics as in SMALL, blocks as in SMALL_GRADIENT: the kernel then has the numbers of the two kernels.
@@ -43,7 +43,7 @@ def one_processor(monkeypatch):
 @pytest.fixture(params=[None, SAME_LANES], ids=["shipped lanes", "few lanes"])
 def lanes(request, monkeypatch):
     if request.param is not None:
-        monkeypatch.setattr(unit_gradient_triton, "one_read_configuration", lambda *sizes: request.param)
+        monkeypatch.setattr(rows_triton, "one_read_configuration", lambda *sizes: request.param)
     return request.param
 
 
@@ -107,7 +107,8 @@ def test_with_the_same_lanes_it_has_the_bits_of_the_two_kernels(lanes, dtype):
 def test_it_runs_where_rows_fit_the_cache_and_the_dtype_has_the_range(rows, out_dtype, is_planned):
     logits = torch.zeros(rows, WIDTH, device=KERNEL_DEVICE)
     out = logits if out_dtype == torch.float32 else torch.zeros(rows, WIDTH, dtype=out_dtype, device=KERNEL_DEVICE)
-    assert (plan_unit_gradient(logits, out) is not None) == is_planned
+    labels, shard = torch.zeros(rows, dtype=torch.int64, device=KERNEL_DEVICE), vocab_shard(WIDTH, 1.0, None, SINGLE)
+    assert (unit_gradient(logits, labels, shard, with_entropy=False, out=out) is not None) == is_planned
 
 
 # In the fused head
@@ -133,7 +134,7 @@ def launches_of(name: str, case: HeadBatch, rows: int, **options) -> Counter:
 def test_each_plan_reads_its_logits_once(name, rows, unit_gradients, gradients):
     case = head_batch([36], seed=8).to(torch.float32)
     launches = launches_of(name, case, rows)
-    assert (launches["unit_gradient_kernel"], launches["logits_gradient_kernel"]) == (unit_gradients, gradients), launches
+    assert (launches["one_read_kernel"], launches["logits_gradient_kernel"]) == (unit_gradients, gradients), launches
     assert launches["row_statistics_kernel"] == gradients, launches
 
 
@@ -143,7 +144,7 @@ def test_two_pass_computes_the_other_chunks_again():
     terms = every_term(case.batch)
     options = {name: terms[name] for name in ("ref_log_probs", "kl_coefficient", "regularizer_weights")} | {"metrics": "basic"}
     launches = launches_of("gspo", case, 9, **options)
-    wanted = {"unit_gradient_kernel": 1, "row_statistics_kernel": 1, "logits_gradient_kernel": 1}
+    wanted = {"one_read_kernel": 1, "row_statistics_kernel": 1, "logits_gradient_kernel": 1}
     assert {name: launches[name] for name in wanted} == wanted, launches
 
 

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.losses.kl import KL_ESTIMATORS
-from megatron_rl.policy_loss.twin_triton import apply_twin, load_vectors, twin_of, twin_of_kl
+from megatron_rl.ops.twins_triton import apply_twin, load_vectors
+from megatron_rl.policy_loss.reduce_triton import twin_of, twin_of_kl
 
 
 @triton.jit

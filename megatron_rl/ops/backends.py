@@ -241,7 +241,8 @@ CACHE_SHARE = 0.8
 # A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
 # program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
 # They bound each binary. At the 45 to 64 registers compiled for sm_90 two of 16 warps start, or four or five of 8. At the 40 of
-# unit_gradient on sm_100 three and six do (docs/kernels.md). So a smaller number would let more rows into the cache than it holds.
+# one_read without a loss on sm_100 three and six do (docs/kernels.md). So a smaller number would let more rows into the cache than
+# it holds.
 ROWS_AT_ONCE, MAX_REGISTERS = {8: 6, 16: 3, 32: 1}, 64
 # With fewer waves of programs, the last one leaves too many multiprocessors idle: at 2, two thirds of the device work at least.
 FEWEST_WAVES = 2

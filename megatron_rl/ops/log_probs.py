@@ -126,29 +126,12 @@ def vocab_parallel_log_probs(
         if sampling_support is not None:
             check_support(sampling_support, labels, loss_mask, shard)
         compare_supports(agreement, sampling_support, loss_mask)
-    rows = (logits, labels, loss_mask)
-    log_probs, entropy = log_probs_of_rows(*rows, sampling_support, shard, tp_group, with_entropy, inplace, row_kernels(resolved))
-    return (log_probs, entropy) if entropy is not None else log_probs
-
-
-def log_probs_of_rows(
-    logits: Tensor,  # [T, V_tp]
-    labels: Tensor,  # [T] int64
-    loss_mask: Tensor | None,  # [T] bool
-    support: SamplingSupport | None,  # T rows
-    shard: VocabShard,
-    tp_group: Group,
-    with_entropy: bool,
-    inplace: bool,
-    kernels: RowKernels,
-) -> tuple[Tensor, Tensor | None]:  # log-probabilities [T], entropy [T]
-    """vocab_parallel_log_probs of checked arguments."""
-    how = (shard, tp_group, with_entropy, inplace, kernels)
-    if support is not None:
-        log_probs, entropy = SupportLogProbs.apply(logits, labels, loss_mask, support, *how)  # type: ignore[no-untyped-call]  # torch's
+    scored = (logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, row_kernels(resolved))
+    if sampling_support is None:
+        log_probs, entropy = VocabParallelLogProbs.apply(*scored)  # type: ignore[no-untyped-call]  # torch's
     else:
-        log_probs, entropy = VocabParallelLogProbs.apply(logits, labels, loss_mask, *how)  # type: ignore[no-untyped-call]  # torch's
-    return log_probs, entropy if with_entropy else None
+        log_probs, entropy = SupportLogProbs.apply(*scored, sampling_support)  # type: ignore[no-untyped-call]  # torch's
+    return (log_probs, entropy) if with_entropy else log_probs
 
 
 def log_probs_dtype(operand: Tensor) -> torch.dtype:
@@ -185,7 +168,7 @@ def row_kernels(backend: Backend) -> RowKernels:
     if backend == Backend.TORCH:
         return RowKernels(row_results_torch, logits_gradient_torch)
     from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
-    from megatron_rl.ops.unit_gradient_triton import unit_gradient
+    from megatron_rl.ops.rows_triton import unit_gradient
 
     return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient)
 

@@ -122,12 +122,12 @@ class SupportLogProbs(torch.autograd.Function):
         logits: Tensor,
         labels: Tensor,
         loss_mask: Tensor | None,
-        support: SamplingSupport,
         shard: VocabShard,
         tp_group: Group,
         with_entropy: bool,
         inplace: bool,
         kernels: RowKernels,
+        support: SamplingSupport,
     ) -> tuple[Tensor, Tensor | None]:
         x = logits.new_empty(support.num_pairs, dtype=working_dtype(logits))
         statistics = x.new_zeros(support.num_rows, 3)

@@ -15,14 +15,14 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, runs_eagerly
 from megatron_rl.ops.log_probs import (
+    VocabParallelLogProbs,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
     log_probs_dtype,
-    log_probs_of_rows,
     row_kernels,
 )
-from megatron_rl.ops.support import check_support
+from megatron_rl.ops.support import SupportLogProbs, check_support
 from megatron_rl.policy_loss.corrected_inputs import corrected
 from megatron_rl.policy_loss.inputs import (
     Coefficients,
@@ -115,18 +115,22 @@ def policy_loss(
     batch = known_before_rows(loss, batch, options, dtype)
     with_entropy, scale = options.needs_entropy(loss), options.loss_scale
     if support is None and scale is not None and has_twin(loss, options) and torch.is_grad_enabled() and logits.requires_grad:
-        from megatron_rl.policy_loss.one_read_triton import plan_one_read, read_once
+        from megatron_rl.policy_loss.one_read_triton import plan_loss, read_once
 
-        configuration = plan_one_read(loss, logits, batch, options, is_assumed=announced is None)
+        configuration = plan_loss(loss, logits, batch, options, is_assumed=announced is None)
         if configuration is not None:
             made_with = scale.assume(logits.device) if isinstance(scale, AssumedScale) else scale
             scores, entropies, gradient = read_once(loss, logits, labels, batch, options, shard, configuration, made_with)
             output, coefficients = reduce(loss, scores, entropies if with_entropy else None, batch, options)
             refuse_bad_data(loss, output, coefficients.sums, batch, options)
             return replace(output, loss=_WithLogitsGradient.apply(logits, output, gradient, made_with))  # type: ignore[no-untyped-call]  # torch's
-    rows, kernels = (logits, labels, batch.loss_mask), row_kernels(Backend(options.backend))
-    log_probs, entropy = log_probs_of_rows(*rows, support, shard, tp_group, with_entropy, options.inplace, kernels)
-    return _output_of_scores(loss, log_probs, entropy, batch, options, announced)
+    kernels = row_kernels(Backend(options.backend))
+    scored = (logits, labels, batch.loss_mask, shard, tp_group, with_entropy, options.inplace, kernels)
+    if support is None:
+        log_probs, entropy = VocabParallelLogProbs.apply(*scored)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        log_probs, entropy = SupportLogProbs.apply(*scored, support)  # type: ignore[no-untyped-call]  # torch's
+    return _output_of_scores(loss, log_probs, entropy if with_entropy else None, batch, options, announced)
 
 
 @runs_eagerly

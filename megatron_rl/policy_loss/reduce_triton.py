@@ -5,13 +5,17 @@
     finish                  grid (1)      terms -> loss, terms [3] float32
 
 A program reads its document in blocks, in the order of the tokens, with one float64 accumulator a lane. No program adds to a value
-that another one wrote, so each run gives the same bits. twin_triton.py calls the loss. Kernels are not specialised on sizes,
+that another one wrote, so each run gives the same bits. Kernels are not specialised on sizes,
 settings and alignment: they are compiled again only for other dtypes, other options and another loss. The host does not wait for
 the device.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +24,21 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
-from megatron_rl.declare import PolicyLoss
+from megatron_rl.declare import PolicyLoss, import_dotted
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
+from megatron_rl.losses.kl import KLEstimator
+from megatron_rl.ops.twins_triton import (
+    apply_to_sample,
+    apply_to_tokens,
+    kl_of_tokens,
+    load_live,
+    load_old,
+    load_tokens,
+    mean,
+    weights_of_tokens,
+)
 from megatron_rl.policy_loss.inputs import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
@@ -37,18 +53,6 @@ from megatron_rl.policy_loss.inputs import (
     vectors_of_samples,
 )
 from megatron_rl.policy_loss.reduce_torch import metrics_of
-from megatron_rl.policy_loss.twin_triton import (
-    apply_to_sample,
-    apply_to_tokens,
-    equation_of,
-    kl_of_tokens,
-    load_live,
-    load_old,
-    load_tokens,
-    mean,
-    twin_of_kl,
-    weights_of_tokens,
-)
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
 # tokens a thread, so that the accumulators stay in registers. 512 threads may use 128 registers each;
@@ -307,6 +311,49 @@ def finish_kernel(
     tl.store(TERMS_OUT + POLICY, tl.sum(policy, 0).to(tl.float32))
     tl.store(TERMS_OUT + KL, tl.sum(kl, 0).to(tl.float32))
     tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """What a kernel needs to call the loss's twin."""
+
+    twin: Callable[..., object]
+    parameters: tuple[float, ...] | None
+    lowest_ratio: float
+    highest_ratio: float
+    is_of_ratio: bool
+
+
+@functools.cache
+def twin_of(loss: PolicyLoss) -> Callable[..., object]:
+    """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
+    return _twin_at(loss.triton, f"policy loss {loss.name!r}")
+
+
+@functools.cache
+def twin_of_kl(estimator: KLEstimator) -> Callable[..., object]:
+    """The @triton.jit function that the estimator declares. Raises ConfigError as twin_of."""
+    return _twin_at(estimator.triton, f"KL estimator {estimator.name!r}")
+
+
+def _twin_at(path: str | None, whose: str) -> Callable[..., object]:
+    assert path is not None
+    twin = import_dotted(path, f"triton of {whose}:")
+    if not isinstance(twin, triton.runtime.jit.KernelInterface):
+        raise ConfigError(f"triton={path!r} of {whose} is not a @triton.jit function: decorate it")
+    kernel: Callable[..., object] = twin
+    return kernel
+
+
+def equation_of(loss: PolicyLoss, options: LossOptions) -> Equation:
+    low, high = loss.clip_bounds(options.clip_ratio_low, options.clip_ratio_high) or (1.0, math.inf)
+    return Equation(
+        twin=twin_of(loss),
+        parameters=tuple(options.loss_parameters.values()) or None,
+        lowest_ratio=1.0 - low,
+        highest_ratio=1.0 + high,
+        is_of_ratio=not loss.takes_log_probs,
+    )
 
 
 @torch.no_grad()

@@ -1,67 +1,15 @@
-"""Calls a loss's Triton twin inside the kernels, on blocks of tokens and on samples, and loads what it takes.
+"""Loads what a loss takes inside a kernel, for blocks of tokens and for samples, and calls its Triton version.
 
-reduce_triton.py and one_read_triton.py have the kernels. Masked tokens are not loaded. A pointer of None is an absent input, a
-column of -1 is not needed. LOSS is the twin that the loss declares.
+LOSS is the version that the loss declares. Masked tokens are not loaded. A pointer of None is an absent input, a column of -1 is
+not needed.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-from megatron_rl.declare import PolicyLoss, import_dotted
-from megatron_rl.errors import ConfigError
-from megatron_rl.losses.kl import KLEstimator
 from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND
-from megatron_rl.policy_loss.inputs import LossOptions
-
-
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """What a kernel needs to call the loss's twin."""
-
-    twin: Callable[..., object]
-    parameters: tuple[float, ...] | None
-    lowest_ratio: float
-    highest_ratio: float
-    is_of_ratio: bool
-
-
-@functools.cache
-def twin_of(loss: PolicyLoss) -> Callable[..., object]:
-    """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
-    return _twin_at(loss.triton, f"policy loss {loss.name!r}")
-
-
-@functools.cache
-def twin_of_kl(estimator: KLEstimator) -> Callable[..., object]:
-    """The @triton.jit function that the estimator declares. Raises ConfigError as twin_of."""
-    return _twin_at(estimator.triton, f"KL estimator {estimator.name!r}")
-
-
-def _twin_at(path: str | None, whose: str) -> Callable[..., object]:
-    assert path is not None
-    twin = import_dotted(path, f"triton of {whose}:")
-    if not isinstance(twin, triton.runtime.jit.KernelInterface):
-        raise ConfigError(f"triton={path!r} of {whose} is not a @triton.jit function: decorate it")
-    kernel: Callable[..., object] = twin
-    return kernel
-
-
-def equation_of(loss: PolicyLoss, options: LossOptions) -> Equation:
-    low, high = loss.clip_bounds(options.clip_ratio_low, options.clip_ratio_high) or (1.0, math.inf)
-    return Equation(
-        twin=twin_of(loss),
-        parameters=tuple(options.loss_parameters.values()) or None,
-        lowest_ratio=1.0 - low,
-        highest_ratio=1.0 + high,
-        is_of_ratio=not loss.takes_log_probs,
-    )
 
 
 @triton.jit
