@@ -39,7 +39,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.testing.ranks import RankPool, run_ranks
+from megatron_rl.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages show ranks on a CPU, whatever machine fills them.
@@ -279,10 +279,3 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     without_correction = SimpleNamespace(off_policy_correction_enabled=lambda settings: False)
     with mock.patch.object(skyrl, "import_module", lambda name: without_correction):
         return said(run_step, case, *samples_of(case))
-
-
-def of_multi_token_prediction(command: str) -> str:
-    from test_multi_token_prediction import mtp_table
-
-    with RankPool(2) as pool:
-        return mtp_table(pool)

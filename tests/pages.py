@@ -202,9 +202,6 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/testing.md": {"pytest on the second test of this page": Producer(outputs.of_the_examples_of_testing, is_slow=True)},
     "docs/training.md": {"the first line of make demo": Producer(outputs.of_the_start_of_train, is_slow=True, **OF_RANKS)},
-    "docs/parallelism.md": {
-        "the losses of multi-token prediction": Producer(outputs.of_multi_token_prediction, is_tested=False, **OF_RANKS),
-    },
     "docs/moe.md": {
         "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },

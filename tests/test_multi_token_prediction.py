@@ -98,7 +98,7 @@ def per_token(**sizes: int) -> Layout:
     return Layout(**sizes, calculate_per_token_loss=True)
 
 
-# Title in docs/parallelism.md -> how the model is called. The first, with a mask and without, is the mean over what is predicted.
+# Title -> how the model is called. The first, with a mask and without, is the mean over what is predicted.
 CASES = {
     "one rank, M1": Case(Layout()),
     "one rank, M4": Case(Layout(num_microbatches=4)),
@@ -130,16 +130,6 @@ def measured(pool) -> dict[str, torch.Tensor]:
 def along_and_off(found: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     """(the part along the truth, the norm of the difference), both over the truth."""
     return float(found @ truth / (truth @ truth)), float((found - truth).norm() / truth.norm())
-
-
-def mtp_table(pool) -> str:
-    """What docs/parallelism.md shows; tests/pages.py runs it."""
-    found = measured(pool)
-    lines = [f"{'':38s}{'along':>8s}{'off by':>9s}"]
-    for title, gradient in found.items():
-        along, off = along_and_off(gradient, found["one rank, M1" if CASES[title].is_masked else "one rank, M1, no mask"])
-        lines.append(f"{title:38s}{along:>8.3f}{off:>9.2g}")
-    return "\n".join(lines) + "\n"
 
 
 pool = pool_of(2)
