@@ -287,14 +287,15 @@ def test_a_launch_on_a_gpu_takes_the_kernels_of_the_table_in_the_docs(gate, laun
     where there is padding: three small operations of torch take it out of the mask. cp reduces a clone."""
     assert gate.kernels(launch) == LAUNCHED[launch]
     padding = ["arange.default", "lt.Tensor", "bitwise_and.Tensor"]
-    # Advantages of samples become those of tokens.
-    padding += ["arange.default", "searchsorted.Tensor", "new_zeros.default", "cat.default", "index_select.default"] * (
-        launch != "gspo, advantages per token"
-    )
+    # The documents of tokens; advantages of samples become those of tokens.
+    padding += ["arange.default", "searchsorted.Tensor"]
+    padding += ["new_zeros.default", "cat.default", "index_select.default"] * (launch != "gspo, advantages per token")
     expected = padding if launch.startswith(TWINS) else []
-    # The vectors of [N] of a loss that needs the tokens of a sample.
-    counts = ["gt.Scalar", "clamp.default", "div.Tensor", "scalar_tensor.default", "where.self", "_to_copy.default"]
-    expected = expected + [*counts, *counts, "_to_copy.default"] * (launch == "vespo")
+    # The vectors of [N] of a loss that needs the tokens of a sample, after its advantages have been compared.
+    compared = ["clamp.default", "div.Tensor", "clamp.default", "div.Tensor", "pow.Tensor_Scalar", "sub.Tensor", "mul.Tensor"]
+    compared += ["gt.Tensor", "scalar_tensor.default", "where.self", "add.Tensor"]
+    mean = ["gt.Scalar", "clamp.default", "div.Tensor", "scalar_tensor.default", "where.self", "_to_copy.default"]
+    expected = expected + [*compared, *mean, *mean, *mean, "_to_copy.default"] * (launch == "vespo")
     # Pairs are sorted by id, and the first one of each id is found.
     of_pairs = ["promote_types.default", "sort.stable", "arange.default", "searchsorted.Tensor", "searchsorted.Tensor"]
     expected += [*of_pairs, "eq.Tensor", "where.self", "index_select.default", "index_select.default"] * launch.startswith("sparse")
