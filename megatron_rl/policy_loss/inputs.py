@@ -244,8 +244,7 @@ class LossBatch:
         return log_probs if self.old_log_probs is None else self.old_log_probs.to(log_probs.dtype)
 
     def take(self, rows: slice | Tensor) -> LossBatch:  # [k] ascending
-        """These rows alone, of the same documents, which may be cut anywhere. Counts of whole documents are left out, unless the
-        loss reads them."""
+        """These rows alone, of the same documents, which may be cut anywhere."""
         vectors: dict[str, Any] = {name: None if (vector := getattr(self, name)) is None else vector[rows] for name in TOKEN_FIELDS}
         if isinstance(rows, slice):
             cu_seqlens = (self.cu_seqlens - rows.start).clamp(0, rows.stop - rows.start)
