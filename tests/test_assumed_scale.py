@@ -26,7 +26,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll_loss
 from megatron_rl.hosts.loss import custom_loss, is_last_reader, read_plan
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.policy_loss import api, policy_loss
+from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -308,7 +308,7 @@ def test_roll_gets_one_read_of_rows_and_not_of_packed_sequences(packing, monkeyp
     """Packed sequences share one memory, which none may write over."""
     case = roll_cases.Case(loss="grpo", aggregation="token_mean", sizes=(3, 5), num_samples=8, packing=packing)
     step, settings = roll_cases.make_step(case), roll_cases.settings_of(case)
-    monkeypatch.setattr(api, "resolve_backend", lambda *given: Backend.TRITON)
+    monkeypatch.setattr("megatron_rl.policy_loss.inputs.resolve_backend", lambda *given: Backend.TRITON)
     with small() as launches:
         wanted = roll_cases.run_step(case, step, settings)
         assert not {"one_read_kernel", "rescale_kernel"} & {*launches}

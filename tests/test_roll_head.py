@@ -297,9 +297,7 @@ def test_our_worker_places_the_head_in_the_model_that_roll_made(monkeypatch):
     def work() -> int:
         own_log_probs.roll_modules()
         worker = cases.worker_config("gspo.prompt_mean", **OURS)
-        monkeypatch.setattr(
-            placed_rows, "place_head", lambda models, settings, forward_of: placed.append((models, settings.setting))
-        )
+        monkeypatch.setattr(placed_rows, "place_head", lambda models, settings, *_, **__: placed.append((models, settings.setting)))
         # A stage without an output layer.
         made = started_with(worker)
         assert placed == [((), f"{roll.HEAD}=true")] and made.loss.launch.config.fused_lm_head_loss

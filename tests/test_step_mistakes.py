@@ -127,7 +127,7 @@ def decaying(log_ratio, advantages, *, token_counts, reference_length, clip_rati
     clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 """
-NAMES = "count_step, policy_loss, register_policy_loss, Parameter, bounded_exp"
+NAMES = "count_step, register_policy_loss, Parameter, bounded_exp"
 
 
 def training(policy_loss: str, source: str, tag: str = "", low: float = 0.1, high: float = 0.12) -> str:
@@ -138,6 +138,8 @@ def training(policy_loss: str, source: str, tag: str = "", low: float = 0.1, hig
     call = f"""{declaration.replace('"decaying"', repr(name))}
 
 def grpo_loss(*given, **keywords):
+    from megatron_rl.policy_loss import policy_loss
+
     return policy_loss("{name}", *given, **{{"clip_ratio_low": {low}, "clip_ratio_high": {high}, **keywords}})
 
 
