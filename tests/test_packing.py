@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.packing import document_ids, document_sums, spread
+from megatron_rl.layout.groups import document_ids, document_sums, spread
 from megatron_rl.policy_loss.inputs import check_cu_seqlens
 
 # One row per thing that can go wrong: (document lengths, tokens past the last document).

@@ -253,8 +253,9 @@ def with_own_loss(source: str, name: str, in_loop: str = "", in_config: str = ""
 
     call = LOSS.replace("grpo_loss(", 'policy_loss("steep", ').replace("weights[rows])", f"weights[rows]{given(in_loop)})")
     source = source.replace(LOSS, call).replace('policy_loss="grpo"', f'policy_loss="steep"{given(in_config)}')
-    source = source.replace("def main():", OWN_LOSS).replace(
-        "count_step, grpo_loss", "Parameter, bounded_exp, count_step, policy_loss"
+    source = source.replace("def main():", OWN_LOSS).replace("count_step, grpo_loss", "Parameter, bounded_exp, count_step")
+    source = source.replace(
+        "from megatron_rl.testing", "from megatron_rl.policy_loss import policy_loss\nfrom megatron_rl.testing", 1
     )
     return source.replace("import Parameter,", "import register_policy_loss, Parameter,").replace('"steep"', f'"{name}"')
 

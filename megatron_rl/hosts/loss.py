@@ -28,8 +28,7 @@ from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.agreement import checks_microbatch
-from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
-from megatron_rl.layout.packing import document_ids, document_sums, spread
+from megatron_rl.layout.groups import Group, all_reduce_sum, document_ids, document_sums, resolve_group, spread
 from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
 from megatron_rl.losses.kl import k3, kl_estimate
 from megatron_rl.megatron.head import HeadSettings, rows_of

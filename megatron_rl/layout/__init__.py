@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.layout.context_parallel import local_cu_seqlens, local_positions, response_spans, slice_response
-from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_group, resolve_groups
-from megatron_rl.layout.packing import document_ids, document_sums
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, document_ids, document_sums, resolve_group, resolve_groups
 
 __all__ = [
     "SINGLE",

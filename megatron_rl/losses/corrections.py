@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron_rl.config import LARGEST_RATIO, NO_CORRECTION, CorrectionLevel, PolicyLossConfig
 from megatron_rl.declare import Function, Registry, check_signature, checked_result, get_policy_loss
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import Group, all_reduce_sum
-from megatron_rl.layout.packing import document_sums, spread
+from megatron_rl.layout.groups import Group, all_reduce_sum, document_sums, spread
 from megatron_rl.ops.ratios import bounded_exp
 
 # Level -> the usual (low, high) of w there; None: it has to be given.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.layout.groups import document_ids, spread
 from megatron_rl.losses.corrections import Correction
 from megatron_rl.losses.kl import k3
 from megatron_rl.metrics.policy import NEUTRAL, Metric, Reduction, Weight, count, over_tokens, sample_mean, token_weights

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE, Group
-from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.layout.groups import SINGLE, Group, document_ids, spread
 from megatron_rl.losses.corrections import Correction, CorrectionSettings, correct, sums_of_samples
 from megatron_rl.metrics.further import CorrectionValues, token_statistics
 from megatron_rl.policy_loss.inputs import LossBatch, check_cu_seqlens, check_loss_mask, not_none

@@ -21,8 +21,7 @@ from megatron_rl.count import check_counts
 from megatron_rl.declare import POLICY_LOSSES, PolicyLoss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum, resolve_group
-from megatron_rl.layout.packing import document_ids, document_sums, spread
+from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum, document_ids, document_sums, resolve_group, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import Correction, CorrectionSettings, counted_twice
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator

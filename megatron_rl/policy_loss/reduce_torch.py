@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_rl.config import LOG_RATIO_BOUND, PolicyMetrics
 from megatron_rl.declare import LossValue, PolicyLoss
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import all_reduce_sum
-from megatron_rl.layout.packing import document_sums
+from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.further import CorrectionValues, SupportValues, token_statistics
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics

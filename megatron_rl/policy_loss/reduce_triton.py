@@ -26,8 +26,7 @@ from torch import Tensor
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import PolicyLoss, import_dotted
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import all_reduce_sum
-from megatron_rl.layout.packing import document_sums
+from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.kl import KLEstimator
 from megatron_rl.ops.twins_triton import (
     apply_to_sample,
