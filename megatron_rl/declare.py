@@ -73,7 +73,8 @@ class Registry(Generic[Record]):
         """
         if not isinstance(name, str):
             raise ConfigError(f"{self.kind} {name!r} must be a name: a registered one, or module.function")
-        _import_built_in()
+        if name not in self.records:
+            _import_built_in()
         if name in self.records:
             return self.records[name]
         if "." not in name:

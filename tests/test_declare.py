@@ -201,7 +201,9 @@ def test_a_cell_of_a_notebook_may_be_run_again():
 def test_a_loss_of_ones_own_that_is_not_finite_is_named_and_not_the_labels():
     register_policy_loss("divided")(lambda log_ratio, advantages: -advantages * log_ratio / 0.0)
     step = (torch.ones(1), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]), torch.ones(1))
-    with pytest.raises(DataError, match="in what a function returns for finite inputs.* In divided write bounded_exp") as error:
+    with pytest.raises(
+        DataError, match="in what policy loss divided returns for finite inputs.* In divided write bounded_exp"
+    ) as error:
         policy_loss("divided", torch.zeros(2, 4), torch.tensor([0, 1]), torch.ones(2), *step)
     assert "label" not in str(error.value)
 

@@ -217,6 +217,9 @@ def test_collectives_are_those_that_are_promised(by_layout, layout):
             is_free = run.kind == "grpo"
             reductions = over_cp[0] if is_free else over_cp[0][1:]  # sizes first
             assert {shape[0] for shape in reductions} == {len(LENGTHS)}
+            of_results = [shape for shape in reductions if len(shape) == 1]  # after the means
+            reductions = [shape for shape in reductions if len(shape) == 2]
+            assert len(of_results) == (len(reductions) if run.kind == BY_TOKENS else 0)
             assert len(reductions) == 1 if is_free else len(reductions) == 2 if run.rows == LARGE else len(reductions) > 2
         else:
             assert over_cp[0] == []

@@ -12,9 +12,10 @@ from loss_backends import LOSSES, over_losses, rows_of_losses
 from refused_calls import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 
 from megatron_rl.errors import DataError
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import neutral_statistics
 from megatron_rl.ops.log_probs import vocab_shard
-from megatron_rl.policy_loss import grpo_loss
+from megatron_rl.policy_loss import grpo_loss, gspo_loss
 
 
 def with_every_term(batch) -> dict:
@@ -86,3 +87,29 @@ def test_importance_weights_of_masked_tokens_and_of_padding_may_be_anything():
     inputs = (batch.logits, batch.labels, batch.old_log_probs, batch.advantages, batch.loss_mask)
     output = grpo_loss(*inputs, torch.tensor([0, 4, 5]), batch.token_weights, importance_weights=weights)
     assert output.loss.isfinite()
+
+
+FAULTS = {
+    "in log_probs": lambda given: given["logits"].__setitem__((0, slice(None)), math.nan),
+    "token_counts says 9": lambda given: given.update(token_counts=torch.tensor([9, 4])),
+    "advantages vary": lambda given: given["advantages"].__setitem__(0, 7.0),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+@pytest.mark.parametrize("old", ["given", None], ids=["a delta", "on-policy"])
+def test_bad_data_beside_a_correction_that_reads_the_policy_is_named(old, message):
+    """The correction is in the weights of the micro-batch that is refused."""
+    batch = random_batch([3, 4], num_masked=(0, 0))
+    labels, old_log_probs, _, *others = batch.arguments()
+    given = {"logits": batch.logits.clone(), "advantages": torch.ones(7), "token_counts": torch.tensor([3, 4])}
+    FAULTS[message](given)
+    correction = CorrectionSettings(kind="tis", level="sequence_mean", high=2.0, sequence_delta=None if old is None else 0.1)
+    with pytest.raises(DataError, match=message):
+        gspo_loss(
+            *(given["logits"], labels, None if old is None else old_log_probs, given["advantages"], *others),
+            token_counts=given["token_counts"],
+            advantages_per="token",
+            correction=correction,
+            rollout_log_probs=old_log_probs,
+        )

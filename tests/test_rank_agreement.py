@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helpers import counted_collectives, error_of, pool_of
 
 import megatron_rl
+from megatron_rl.declare import register_policy_loss
 from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CorrectionSettings
@@ -284,18 +285,24 @@ def test_count_step_raises_on_every_rank(ranks):
             assert text and re.search(expected, text), text
 
 
+def overflowing_with_mean(log_ratio, advantages, *, mean_log_ratio):
+    return -(log_ratio * 10).exp() * advantages + mean_log_ratio
+
+
+@pytest.mark.parametrize("name", ["own_overflowing", "overflowing with a mean"])
 @pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
-def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry):
+def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry, name):
     """Those of one context-parallel rank's tokens are in the sums of both."""
 
     def step(rank: int):
         import own_losses
 
         own_losses.declare()
+        register_policy_loss("overflowing with a mean", needs=("mean_log_ratio",))(overflowing_with_mean)
         given = arguments("grpo_loss" if entry == "policy_loss" else "linear_grpo_loss", "cp")
         if rank == 1:
             given["old_log_probs"][3] = -1000.0
-        return error_of(lambda: getattr(megatron_rl.policy_loss, entry)("own_overflowing", **given))
+        return error_of(lambda: getattr(megatron_rl.policy_loss, entry)(name, **given))
 
     for text in ranks.run(step):
-        assert "not finite, on another context-parallel rank, or in what a function returns for finite inputs" in text
+        assert f"in what policy loss {name} or KL estimator k3 returns for finite inputs, or on another" in text

@@ -517,7 +517,7 @@ def test_a_value_that_is_not_finite_stops_a_loss(forgets):
     register_kl_estimator("own")(lambda log_probs, ref_log_probs: log_probs.log())
     batch = random_batch([3])
     options = {"kl_coefficient": 0.5, "ref_log_probs": batch.old_log_probs, "regularizer_weights": torch.ones(1)}
-    with pytest.raises(DataError, match="not finite, .* or in what a function returns for finite inputs"):
+    with pytest.raises(DataError, match="not finite, in what policy loss grpo or KL estimator own returns for finite inputs"):
         run_loss(LOSSES["grpo"], batch, kl_estimator="own", **options, **CLIP)
     register_kl_estimator("column")(column)
     with pytest.raises(DataError, match=r"KL estimator 'column' returned \(3, 1\) torch.float64 as its value"):

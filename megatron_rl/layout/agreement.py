@@ -23,7 +23,7 @@ from megatron_rl.layout.groups import Group, all_gather_stack, group_device, pro
 
 # One message of a rank, padded to this size: about thirty values of 60 characters, or the text of an error.
 MESSAGE_BYTES = 4096
-PROBLEM_CHARACTERS = 650  # JSON takes up to six bytes for one outside ASCII
+PROBLEM_CHARACTERS = 650  # of at most six bytes each
 _DIGEST_MARK = " with digest "
 # The first micro-batches of a run are compared on CUDA too, though that waits for the device: a wrong launch shows at once.
 NUM_CHECKED_MICROBATCHES = 2
@@ -174,7 +174,7 @@ def _exchange(message: Message, group: Group) -> list[Message]:
     if message["problem"] is not None:
         kind, text = message["problem"]
         message = {"problem": [kind, text[:PROBLEM_CHARACTERS]], "values": {}}
-    content = json.dumps(message).encode()
+    content = json.dumps(message, ensure_ascii=False).encode(errors="replace")
     buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     buffer[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     gathered = all_gather_stack(buffer.to(group_device(group)), group).cpu()

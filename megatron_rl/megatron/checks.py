@@ -23,8 +23,10 @@ from megatron_rl.weights import TOKEN_MEAN, get_loss_aggregation
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+# Settings of a model that a training loop may set after the model is built.
+SET_LATE = ("calculate_per_token_loss", "mtp_grad_scale_func", "moe_grad_scale_func")
 # Bare models, with the settings that they were checked for.
-_checked: weakref.WeakKeyDictionary[nn.Module, tuple[PolicyLossConfig, bool]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
 # Bare models whose first graph was looked at.
 _walked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -33,7 +35,8 @@ def check_model(config: PolicyLossConfig, model: nn.Module, *, is_packed: bool) 
     """Call it when the model is built; without the call the first training forward does the same. Rank 0 warns of --router-aux-loss
     host. Raises one ConfigError for all that would make a loss wrong in this model."""
     bare, model_config = find_gpt_model(model), model_config_of(model)
-    if _checked.get(bare) == (config, is_packed):
+    settings = (config, is_packed, *(getattr(model_config, name, None) for name in SET_LATE))
+    if _checked.get(bare) == settings:
         return
     problems = [*contract_problems(config, model_config)]
     losses = router_losses(model_config)
@@ -41,7 +44,7 @@ def check_model(config: PolicyLossConfig, model: nn.Module, *, is_packed: bool) 
         problems += exact_problems(losses, model, model_config, is_packed=is_packed)
     if problems:
         raise ConfigError(problems)
-    _checked[bare] = config, is_packed
+    _checked[bare] = settings
     is_first_rank = resolve_group(None, "dp_cp").rank() == resolve_group(None, "tp").rank() == 0 and bare.pre_process
     if losses and is_first_rank and config.router_aux_loss != RouterAuxLoss.EXACT:
         warnings.warn(

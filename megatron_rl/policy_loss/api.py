@@ -121,8 +121,7 @@ def policy_loss(
         if configuration is not None:
             made_with = scale.assume(logits.device) if isinstance(scale, AssumedScale) else scale
             scores, entropies, gradient = read_once(loss, logits, labels, batch, options, shard, configuration, made_with)
-            output, coefficients = reduce(loss, scores, entropies if with_entropy else None, batch, options)
-            refuse_bad_data(loss, output, coefficients.sums, batch, options)
+            output, _ = reduce(loss, scores, entropies if with_entropy else None, batch, options)
             return replace(output, loss=_WithLogitsGradient.apply(logits, output, gradient, made_with))  # type: ignore[no-untyped-call]  # torch's
     kernels = row_kernels(Backend(options.backend))
     scored = (logits, labels, batch.loss_mask, shard, tp_group, with_entropy, options.inplace, kernels)
@@ -192,7 +191,6 @@ def _output_of_scores(
 ) -> PolicyLossOutput:
     detached = None if entropy is None else entropy.detach()
     output, coefficients = reduce(loss, log_probs.detach(), detached, batch, options)
-    refuse_bad_data(loss, output, coefficients.sums, batch, options)
     return replace(output, loss=_WithGradient.apply(log_probs, entropy, output, coefficients, announced))  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -279,15 +277,24 @@ def reduce(
     entropy: Tensor | None,  # [T]
     batch: LossBatch,
     options: LossOptions,
+    *,
+    is_part: bool = False,  # rows alone, whose documents may be cut: nothing is refused
 ) -> tuple[PolicyLossOutput, Coefficients]:
-    """reduce_torch, or reduce_triton where the backend is Triton and there are twins, of a batch with what the log-probabilities
-    make known: an entropy that is read, and a correction. Communication: as reduce_torch, and as `corrected`."""
+    """reduce_torch, or reduce_triton where the backend is Triton and the loss has Triton versions, of a batch with what the
+    log-probabilities make known: an entropy that is read, and a correction.
+
+    Communication: as reduce_torch, and as `corrected`. Raises DataError for data that cannot be trained, on the CPU.
+    """
     if loss.needs_entropy or batch.sampling_support is not None:
         batch = replace(batch, entropy=entropy)
     if options.correction is not None and batch.correction is None:
         batch = corrected(options.correction, batch, log_probs, options.cp_group)
-    if not has_twin(loss, options):
-        return reduce_torch(loss, log_probs, entropy, batch, options)
-    from megatron_rl.policy_loss.reduce_triton import reduce_triton
+    if has_twin(loss, options):
+        from megatron_rl.policy_loss.reduce_triton import reduce_triton
 
-    return reduce_triton(loss, log_probs, entropy, batch, options)
+        output, coefficients = reduce_triton(loss, log_probs, entropy, batch, options)
+    else:
+        output, coefficients = reduce_torch(loss, log_probs, entropy, batch, options)
+    if not is_part:
+        refuse_bad_data(loss, output, coefficients.sums, batch, options)
+    return output, coefficients

@@ -45,7 +45,7 @@ class LossOptions:
     loss_parameters: values of the parameters that the loss declares, by name; a missing one keeps its default.
     temperature: the logits are divided by it: the sampling temperature of the rollouts.
     vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
-    tp_group, cp_group: None: the groups of megatron.core.parallel_state, else one rank.
+    tp_group, cp_group: a call without one, or with None, takes the group of megatron.core.parallel_state, else one rank.
     metrics: "none", "basic" or "with_entropy".
     backend: "auto", "torch" or "triton".
     correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
@@ -124,8 +124,8 @@ def options_and_tensors(keywords: Mapping[str, Any]) -> tuple[LossOptions, dict[
     known = [option.name for option in fields(LossOptions)]
     if unknown := sorted(keywords.keys() - {*known, *OPTIONAL_FIELDS}):
         raise ConfigError(
-            f"a policy loss takes no keyword {unknown[0]}: it takes {', '.join((*known, *OPTIONAL_FIELDS))}; parameters of a loss "
-            "are in loss_parameters"
+            f"a policy loss takes no keyword {unknown[0]}: it takes advantages_per, {', '.join((*known, *OPTIONAL_FIELDS))}; "
+            "parameters of a loss are in loss_parameters"
         )
     tensors = {name: value for name, value in keywords.items() if name in OPTIONAL_FIELDS}
     return LossOptions(**{name: value for name, value in keywords.items() if name not in tensors}), tensors
@@ -243,7 +243,7 @@ class LossBatch:
         return log_probs if self.old_log_probs is None else self.old_log_probs.to(log_probs.dtype)
 
     def take(self, rows: slice | Tensor) -> LossBatch:  # [k] ascending
-        """These rows alone, of the same documents, which may be cut anywhere."""
+        """These rows alone, of the same documents, which may be cut anywhere; counts stay those of whole documents."""
         vectors: dict[str, Any] = {name: None if (vector := getattr(self, name)) is None else vector[rows] for name in TOKEN_FIELDS}
         if isinstance(rows, slice):
             cu_seqlens = (self.cu_seqlens - rows.start).clamp(0, rows.stop - rows.start)
@@ -574,7 +574,9 @@ def refuse_bad_data(loss: PolicyLoss, output: PolicyLossOutput, sums: Tensor, ba
         "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample",
     )
     if not names:
-        where = "on another context-parallel rank, or in what a function returns for finite inputs"
+        functions = [f"policy loss {loss.name}", *([f"KL estimator {options.kl_estimator}"] if options.kl_coefficient else [])]
+        where = f"in what {' or '.join(functions)} returns for finite inputs"
+        where += ", or on another context-parallel rank" if options.cp_group.size() > 1 else ""
         remedy = "Mask the token or drop the sample"
         if not POLICY_LOSSES.is_built_in(loss.name):
             remedy = f"In {loss.name} write bounded_exp for exp, and keep divisors above 0"

@@ -58,7 +58,6 @@ from megatron_rl.policy_loss.inputs import (
     compare_calls,
     options_and_tensors,
     prepared,
-    refuse_bad_data,
 )
 
 
@@ -183,7 +182,7 @@ def linear_policy_loss(
             def coefficients(item: WorkItem) -> tuple[Tensor, Tensor | None]:
                 chosen = _rows_of(item, device)
                 entropy = None if head.entropy is None else head.entropy[chosen]
-                _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), row_options)
+                _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), row_options, is_part=True)
                 return found.log_probs, found.entropy
 
             if ready is None:
@@ -204,7 +203,6 @@ def linear_policy_loss(
             sizes = (capacity, options.max_logits_bytes)
             head, *scored = score_kept(hidden, weight, labels, head_options, support, rows, *sizes)
         output, found = reduce(loss, head.log_probs, head.entropy, batch, options)
-        refuse_bad_data(loss, output, found.sums, batch, options)
         if support is not None and ready is not None:
             _fill_with_pairs(ready, head, scored, rows, sizes, found, needs_hidden=hidden.requires_grad)
     return output if ready is None else replace(output, loss=attach_gradient(output.loss, hidden, weight, ready))

@@ -18,7 +18,7 @@ from megatron_rl.ops.backends import OneReadConfiguration, gradient_like
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.rows_triton import plan_one_read, run_one_read
 from megatron_rl.policy_loss.inputs import LossBatch, LossOptions, further_inputs
-from megatron_rl.policy_loss.reduce_triton import equation_of, reduce_triton, twin_of_kl
+from megatron_rl.policy_loss.reduce_triton import contiguous, equation_of, reduce_triton, twin_of_kl
 
 
 def plan_loss(
@@ -75,14 +75,14 @@ def read_once(
     of_loss: dict[str, Any] = {
         "LOSS_MASK": batch.loss_mask.contiguous().view(torch.uint8),
         "POLICY_COEFFICIENTS": policy_coefficients,
-        "OLD_LOG_PROBS": _contiguous(batch.old_log_probs),
+        "OLD_LOG_PROBS": contiguous(batch.old_log_probs),
         "ADVANTAGES": batch.advantages.contiguous(),
-        "IMPORTANCE_WEIGHTS": _contiguous(batch.importance_weights),
-        "REF_LOG_PROBS": _contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
+        "IMPORTANCE_WEIGHTS": contiguous(batch.importance_weights),
+        "REF_LOG_PROBS": contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
         "VECTORS": tuple(vector.contiguous() for vector in further_inputs(loss, batch, torch.float32).values()) or None,
         "CU_SEQLENS": batch.cu_seqlens.contiguous(),
         "TOKEN_WEIGHTS": batch.token_weights.contiguous(),
-        "REGULARIZER_WEIGHTS": _contiguous(batch.regularizer_weights) if has_regularizer else None,
+        "REGULARIZER_WEIGHTS": contiguous(batch.regularizer_weights) if has_regularizer else None,
         "LOSS_SCALE": None if scale is None else scale.detach().float(),
         "loss_scale": 1.0 if scale is not None else float(loss_scale),
         "lowest_ratio": equation.lowest_ratio,
@@ -101,7 +101,3 @@ def read_once(
     with_entropy = options.needs_entropy(loss)
     found = run_one_read(configuration, logits, labels, shard, with_entropy=with_entropy, out=gradient, **of_loss)
     return found.log_probs, found.entropy, gradient
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -61,7 +61,7 @@ def reduce_torch(
 
     Communication: one all-reduce over cp of [N, k]; none at cp size 1. k = 2 (non-finite, count), and the loss's means. Level
     "sequence" adds two columns for advantages, which must be equal inside a sample over all cp ranks, and one for importance
-    weights.
+    weights. A token-level loss that reads a mean has one of [N] more: whether its results are finite.
     num_nonfinite counts what cannot be trained; the caller refuses it on the CPU. Raises DataError for a wrong return value of the
     loss.
     """
@@ -82,9 +82,7 @@ def reduce_torch(
     read = read_sums(loss, sums, batch, dtype)
     num_nonfinite = read.num_nonfinite
     if loss.reads_means:
-        values = values_by_means(loss, log_probs, log_ratio, batch, read, options)
-        is_finite = torch.isfinite(values.value) & torch.isfinite(values.derivative)
-        num_bad = document_sums(batch.loss_mask & ~is_finite, batch.cu_seqlens)
+        values, num_bad = values_by_means(loss, log_probs, log_ratio, batch, read, options)
         num_nonfinite = torch.where(num_nonfinite > 0, num_nonfinite, num_bad)
     weights = batch.spread(batch.token_weights.to(dtype))
     value_weights = weights if batch.importance_weights is None else weights * tensors["importance_weights"]
@@ -126,12 +124,16 @@ def values_by_means(
     batch: LossBatch,
     sums: DocumentSums,
     options: LossOptions,
-) -> LossValues:  # [T] each
-    """Of a sequence-level loss, whose tokens share the values of their sample, and of a token-level one that reads a mean."""
+) -> tuple[LossValues, Tensor]:  # [T] each; [N] tokens over all cp ranks whose results are not finite
+    """Of a sequence-level loss, whose tokens share the values of their sample, and of a token-level one that reads a mean.
+
+    Communication: at level "token" one all-reduce of [N] over cp.
+    """
     keywords, advantages = options.keywords(loss), batch.advantages.to(log_ratio.dtype)
     if loss.level == "token":
         vectors = further_inputs(loss, batch, log_ratio.dtype) | {"mean_log_ratio": batch.spread(sums.means["log_ratio"])}
-        return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors)
+        values = evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors)
+        return values, all_reduce_sum(document_sums(batch.loss_mask & ~_is_finite(values), batch.cu_seqlens), options.cp_group)
     means, vectors = sums.means, vectors_of_samples(loss, sums, log_ratio.dtype)
     log_probs = means.get("log_probs", means["log_ratio"])  # any tensor, where the loss does not take log_probs
     samples = evaluate(loss, means["log_ratio"], means["advantages"], log_probs, keywords, vectors)
@@ -140,7 +142,11 @@ def values_by_means(
         is_token_clipped = _clipped_log_ratio(loss, log_ratio, advantages, keywords) != log_ratio
         derivative = torch.where(is_token_clipped, 0.0, derivative)
         is_clipped = is_clipped | (is_token_clipped & (advantages != 0))
-    return LossValues(value, derivative, is_clipped)
+    return LossValues(value, derivative, is_clipped), torch.where(_is_finite(samples), 0.0, sums.counts)
+
+
+def _is_finite(values: LossValues) -> Tensor:  # [*] bool
+    return torch.isfinite(values.value) & torch.isfinite(values.derivative)
 
 
 def metrics_of(
@@ -158,7 +164,7 @@ def metrics_of(
     old_log_probs, advantages = batch.anchor(log_probs), batch.advantages.to(log_probs.dtype)
     log_ratio = log_probs - old_log_probs
     if values is None and loss.reads_means:
-        values = values_by_means(loss, log_probs, log_ratio, batch, sums, options)
+        values, _ = values_by_means(loss, log_probs, log_ratio, batch, sums, options)
     elif values is None:
         vectors = further_inputs(loss, batch, log_probs.dtype)
         values = evaluate(loss, log_ratio, advantages, log_probs, options.keywords(loss), vectors)

@@ -371,10 +371,10 @@ def reduce_triton(
     vectors = [vector.contiguous() for vector in further_inputs(loss, batch, log_probs.dtype).values()]
     shared: dict[str, Any] = {
         "LOG_PROBS": log_probs.contiguous(),
-        "OLD_LOG_PROBS": _contiguous(batch.old_log_probs),
+        "OLD_LOG_PROBS": contiguous(batch.old_log_probs),
         "ADVANTAGES": batch.advantages.contiguous(),
-        "IMPORTANCE_WEIGHTS": _contiguous(batch.importance_weights),
-        "REF_LOG_PROBS": _contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
+        "IMPORTANCE_WEIGHTS": contiguous(batch.importance_weights),
+        "REF_LOG_PROBS": contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
         "LOSS_MASK": batch.loss_mask.contiguous().view(torch.uint8),
         "CU_SEQLENS": batch.cu_seqlens.contiguous(),
         "SUMS": log_probs.new_empty(batch.num_documents, len(columns), dtype=torch.float64),
@@ -438,11 +438,11 @@ def _loss_and_coefficients(
     num_nonfinite = log_probs.new_empty(batch.num_documents, dtype=torch.int32)
     equation, estimator = equation_of(loss, options), options.estimator
     loss_and_coefficients_kernel[(batch.num_documents + 1,)](
-        ENTROPIES=_contiguous(entropy) if has_entropy_term else None,
+        ENTROPIES=contiguous(entropy) if has_entropy_term else None,
         VECTORS=vectors,
-        TOKEN_COUNTS=_contiguous(batch.token_counts),
+        TOKEN_COUNTS=contiguous(batch.token_counts),
         TOKEN_WEIGHTS=batch.token_weights.contiguous(),
-        REGULARIZER_WEIGHTS=_contiguous(batch.regularizer_weights) if has_regularizer else None,
+        REGULARIZER_WEIGHTS=contiguous(batch.regularizer_weights) if has_regularizer else None,
         COEFFICIENTS=coefficients,
         ENTROPY_COEFFICIENTS=entropy_coefficients,
         NUM_NONFINITE=num_nonfinite,
@@ -479,5 +479,5 @@ def _finish(terms: Tensor, options: LossOptions) -> tuple[Tensor, tuple[Tensor, 
     return loss, sums.unbind()
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
+def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
