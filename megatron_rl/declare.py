@@ -177,7 +177,7 @@ def check_signature(
             )
 
 
-def check_twin_path(kind: str, name: str, triton: object) -> None:
+def check_triton_path(kind: str, name: str, triton: object) -> None:
     """Raises ConfigError unless `triton` of a declaration is None or the text module.function."""
     if triton is not None and not (isinstance(triton, str) and "." in triton):
         raise ConfigError(f"triton={triton!r} of {kind} {name!r} must be the text module.function, or None")
@@ -341,18 +341,18 @@ def register_policy_loss(
 
     clip_ratios: the default (clip_ratio_low, clip_ratio_high), which are then keywords. Low 1.0 allows "no lower bound".
         None: the loss has no clip, gets no clip, and the two flags are refused.
-    triton: `module.function` of its twin, a @triton.jit function that computes the same inside the kernels:
-        twin(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio[, vectors, parameters])
+    triton: `module.function` of its Triton version, a @triton.jit function that computes the same inside the kernels:
+        fn(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio[, vectors, parameters])
             -> value, derivative, is_clipped
         on float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high. If the loss declares `needs` or `parameters`,
-        the twin has seven arguments: vectors and parameters are tuples in the declared order, None where nothing is declared.
+        it has seven arguments: vectors and parameters are tuples in the declared order, None where nothing is declared.
         None: the loss is computed in torch on the logits' device.
     needs: further vectors by keyword, constants for the gradient; [T], and at level "sequence" [N]:
         "rollout_log_probs", "ref_log_probs": as the caller passes them, at level "sequence" their means. A call without is refused.
         "token_counts": m_i, the unmasked tokens of the sample over all cp ranks.
         "entropy": of the trained policy at the token, in nats; at level "sequence" its mean. A call
         that has log-probabilities and no logits is refused.
-        "mean_log_ratio": at level "token" the sample's mean of log_ratio over all cp ranks. Such a loss has no twin.
+        "mean_log_ratio": at level "token" the sample's mean of log_ratio over all cp ranks. Such a loss has no Triton version.
     parameters: numbers by keyword.
     anchor: the policy that log_ratio compares with: "old" (old_log_probs), or "rollout" (rollout_log_probs, which a call needs).
         An importance correction is refused with "rollout": such a ratio holds the correction already.
@@ -373,7 +373,7 @@ def register_policy_loss(
         )
     if token_clip is not None and (level == "token" or triton is not None):
         raise ConfigError(f'policy loss {name!r}: token_clip is for level "sequence" without triton; leave it out')
-    check_twin_path("policy loss", name, triton)
+    check_triton_path("policy loss", name, triton)
 
     def decorate(function: Function) -> Function:
         takes_log_probs = takes(function, "log_probs")

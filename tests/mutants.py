@@ -108,7 +108,7 @@ JUDGES = {
     "declare.py": "declare term_contract own_losses",
     "ops/support_triton.py": "sparse_head",
     "ops/rows_triton.py": "one_read unit_gradient generated_steps",
-    "ops/twins_triton.py": "losses_triton term_contract loss_contract",
+    "ops/loss_triton.py": "losses_triton term_contract loss_contract",
     "ops/backends.py": "one_read log_probs_triton",
     "validation/": "validation messages arguments flag_effects router_losses_said",
     "validation/own_functions.py": "contradictions term_contract own_aggregation",

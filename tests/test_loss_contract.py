@@ -133,7 +133,7 @@ def test_an_advantage_of_zero_gives_nothing(name):
 def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
     from twin_kernel import twin_kernel
 
-    from megatron_rl.policy_loss.reduce_triton import twin_of
+    from megatron_rl.policy_loss.reduce_triton import triton_of_loss
 
     vectors = [given["log_ratio"], given["advantages"], given["log_probs"], *given["vectors"].values()]
     log_ratio, advantages, log_probs, *further = (x.to(KERNEL_DEVICE) for x in vectors)
@@ -142,7 +142,7 @@ def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, 
         *(log_ratio, advantages, log_probs, tuple(further) or None, *outputs, 1.0 - clip[0], 1.0 + clip[1]),
         tuple(parameters.values()) or None,
         log_ratio.numel(),
-        LOSS=twin_of(loss),
+        LOSS=triton_of_loss(loss),
         IS_OF_RATIO=not loss.takes_log_probs,
         BLOCK=64,
     )

@@ -93,13 +93,13 @@ def test_exponents_stop_at_the_bound(name):
 def test_the_triton_twin_is_the_torch_function(name):
     from twin_kernel import kl_kernel
 
-    from megatron_rl.policy_loss.reduce_triton import twin_of_kl
+    from megatron_rl.policy_loss.reduce_triton import triton_of_estimator
 
     estimator, given = KL_ESTIMATORS.find(name), differences(torch.float32)
     want = kl_estimate(estimator, *given)
     got = [torch.full_like(given[0], math.nan, device=KERNEL_DEVICE) for _ in want]
     inputs = [x.to(KERNEL_DEVICE) for x in given]
-    kl_kernel[(1,)](*inputs, *got, given[0].numel(), KL_TWIN=twin_of_kl(estimator), BLOCK=128)
+    kl_kernel[(1,)](*inputs, *got, given[0].numel(), KL_FUNCTION=triton_of_estimator(estimator), BLOCK=128)
     for one, other in zip(got, want, strict=True):
         # Of float32: e^20 is good to 20 x 2^-24 and an ulp or two of exp.
         torch.testing.assert_close(one.cpu(), other, rtol=4e-6, atol=1e-6)
@@ -113,11 +113,11 @@ def k3_in_torch(log_probs: torch.Tensor, reference: torch.Tensor) -> list[torch.
 def k3_by_twin(log_probs: torch.Tensor, reference: torch.Tensor) -> list[torch.Tensor]:
     from twin_kernel import kl_kernel
 
-    from megatron_rl.policy_loss.reduce_triton import twin_of_kl
+    from megatron_rl.policy_loss.reduce_triton import triton_of_estimator
 
     inputs = [x.to(KERNEL_DEVICE) for x in (log_probs, reference, log_probs)]
     found = [torch.full_like(inputs[0], math.nan) for _ in range(2)]
-    kl_kernel[(1,)](*inputs, *found, log_probs.numel(), KL_TWIN=twin_of_kl(KL_ESTIMATORS.find("k3")), BLOCK=128)
+    kl_kernel[(1,)](*inputs, *found, log_probs.numel(), KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS.find("k3")), BLOCK=128)
     return [part.cpu() for part in found]
 
 

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.losses.kl import KL_ESTIMATORS
-from megatron_rl.ops.twins_triton import apply_twin, load_vectors
-from megatron_rl.policy_loss.reduce_triton import twin_of, twin_of_kl
+from megatron_rl.ops.loss_triton import call_loss, load_vectors
+from megatron_rl.policy_loss.reduce_triton import triton_of_estimator, triton_of_loss
 
 
 @triton.jit
@@ -25,13 +25,13 @@ def kl_kernel(
     VALUE,
     DERIVATIVE,
     n,
-    KL_TWIN: tl.constexpr,
+    KL_FUNCTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.arange(0, BLOCK)
     is_inside = at < n
     log_probs, reference = tl.load(LOG_PROBS + at, is_inside, 0.0), tl.load(REF_LOG_PROBS + at, is_inside, 0.0)
-    value, derivative = KL_TWIN(log_probs, reference, tl.load(LOG_RATIO + at, is_inside, 0.0))
+    value, derivative = KL_FUNCTION(log_probs, reference, tl.load(LOG_RATIO + at, is_inside, 0.0))
     tl.store(VALUE + at, value, is_inside)
     tl.store(DERIVATIVE + at, derivative, is_inside)
 
@@ -58,7 +58,7 @@ def twin_kernel(
     log_ratio, advantages = tl.load(LOG_RATIO + at, is_inside, 0.0), tl.load(ADVANTAGES + at, is_inside, 0.0)
     log_probs = tl.load(LOG_PROBS + at, is_inside, 0.0)
     vectors = load_vectors(VECTORS, at, is_inside)  # by itself: Triton's compiler unpacks no tuple that holds None
-    value, derivative, is_clipped = apply_twin(
+    value, derivative, is_clipped = call_loss(
         LOSS, IS_OF_RATIO, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters
     )
     tl.store(VALUE + at, value, is_inside)
@@ -73,7 +73,7 @@ def launch(name: str) -> None:
     further, numbers = tuple(vectors[6:]) or None, tuple(0.5 for _ in loss.parameters) or None
     twin_kernel[(1,)](
         *(*vectors[:3], further, *vectors[3:6], 0.8, 1.2, numbers, 64),
-        LOSS=twin_of(loss),
+        LOSS=triton_of_loss(loss),
         IS_OF_RATIO=not loss.takes_log_probs,
         BLOCK=64,
     )
@@ -81,7 +81,7 @@ def launch(name: str) -> None:
 
 def launch_kl(name: str) -> None:
     vectors = [torch.empty(128, device="cuda") for _ in range(5)]
-    kl_kernel[(1,)](*vectors, 128, KL_TWIN=twin_of_kl(KL_ESTIMATORS.find(name)), BLOCK=128)
+    kl_kernel[(1,)](*vectors, 128, KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS.find(name)), BLOCK=128)
 
 
 LAUNCHES = {

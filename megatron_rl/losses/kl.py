@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.declare import Function, Registry, check_signature, check_twin_path, checked_result, takes
+from megatron_rl.declare import Function, Registry, check_signature, check_triton_path, checked_result, takes
 from megatron_rl.errors import DataError
 from megatron_rl.ops.ratios import bounded_exp
 
@@ -58,8 +58,8 @@ def register_kl_estimator(
     loss's ratio compares with, of the token at every level; a function without that argument does not get it. The package adds
     mask, sample_mean weights, coefficient, gradient, every backend, head and host.
 
-    triton: `module.function` of its twin, a @triton.jit function that computes the same inside the kernels:
-        twin(log_probs, ref_log_probs, log_ratio) -> value, derivative
+    triton: `module.function` of its Triton version, a @triton.jit function that computes the same inside the kernels:
+        fn(log_probs, ref_log_probs, log_ratio) -> value, derivative
         of float32 blocks; log_ratio is 0 where the function has no such argument.
         None: a loss with this term is computed in torch on the logits' device.
     is_gradient_of_value: whether it is the derivative of the value; a check at launch and a test compare them. False: on
@@ -67,7 +67,7 @@ def register_kl_estimator(
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
     KL_ESTIMATORS.check_name(name)
-    check_twin_path(KL_ESTIMATORS.kind, name, triton)
+    check_triton_path(KL_ESTIMATORS.kind, name, triton)
 
     def decorate(function: Function) -> Function:
         takes_log_ratio = takes(function, "log_ratio")

@@ -1,1 +1,1 @@
-"""Computes log-probabilities of taken tokens over a sharded vocabulary, in torch (the reference) and in Triton (the twin)."""
+"""Computes log-probabilities of taken tokens over a sharded vocabulary, in torch (the reference) and in Triton."""

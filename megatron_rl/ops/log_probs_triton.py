@@ -1,4 +1,4 @@
-"""Computes row statistics, their merge over splits and shards, and the gradient of the logits: the Triton twin of log_probs_torch.
+"""Computes row statistics, their merge over splits and shards, and the gradient of the logits: log_probs_torch in Triton.
 
     one shard, one split    row_statistics writes the finished rows
     one shard, splits       row_statistics -> combine
@@ -458,7 +458,7 @@ def row_statistics_triton(
     with_entropy: bool,
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
-    """The twin of row_statistics_reference. Masked rows are not loaded."""
+    """row_statistics_reference in Triton. Masked rows are not loaded."""
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return logits.new_empty((0, 4 if with_entropy else 3), dtype=torch.float32)
@@ -474,7 +474,7 @@ def merge_shards_triton(
     loss_mask: Tensor | None,  # [T] bool
     shard: VocabShard,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # maximum [T], total [T], log_probs [T], entropy [T]
-    """The twin of merge_shards."""
+    """merge_shards in Triton."""
     with torch.cuda.device_of(gathered):
         if gathered.shape[1] == 0:
             bounds, log_probs, entropies = gathered.new_empty((2, 0)), gathered.new_empty(0), gathered.new_empty(0)
@@ -493,7 +493,7 @@ def row_results_triton(
     with_entropy: bool,
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> RowResult:
-    """The twin of row_results_torch. One launch, and one more each for a mask, for splits and for shards.
+    """row_results_torch in Triton. One launch, and one more each for a mask, for splits and for shards.
 
     Communication: one all-gather of [T, 3 or 4] over tp_group; none at size 1.
     """
@@ -734,7 +734,7 @@ def logits_gradient_triton(
     out: Tensor,  # [T, V_tp] of any floating dtype; may be the logits' own storage
     configuration: GradientConfiguration = GRADIENT_DEFAULTS,
 ) -> Tensor:
-    """The twin of logits_gradient_torch, one launch. Autograd's version counters see the write of `out`.
+    """logits_gradient_torch in Triton, one launch. Autograd's version counters see the write of `out`.
 
     Logits with strided columns are copied first. If `out` has other aligned columns than the logits, the gradient is copied into it
     at the end; gradient_like makes a tensor with the same ones.

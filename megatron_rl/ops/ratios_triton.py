@@ -1,4 +1,4 @@
-"""The Triton twin of ratios.py: the same elementwise functions inside kernels.
+"""ratios.py in Triton: the same elementwise functions inside kernels.
 
 NaN passes through, because comparisons with it are false; tl.minimum, tl.maximum and tl.clamp would return their other argument.
 """

@@ -7,8 +7,9 @@ coefficients c and e. The second walk goes backwards and writes the gradient; it
 under way at once fit there. So a bf16 logit costs 4 bytes instead of 6. The statistics and the gradient are the functions of the
 other kernels; only the lanes of a row are more.
 
-The coefficients are those of a loss whose twin knows them row by row, or c = 1 without a loss: G = (delta - p) / temperature, which
-needs none, because a row's coefficient commutes with the matmuls that follow in a fused head. Derivation: docs/kernels.md.
+The coefficients are those of a loss whose Triton version knows them row by row, or c = 1 without a loss: then the gradient is
+G = (delta - p) / temperature, and a row's coefficient commutes with the matmuls that follow in a fused head. Derivation:
+docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron_rl.ops.log_probs_triton import (
     statistics_of_row,
     write_gradient_of_row,
 )
-from megatron_rl.ops.twins_triton import apply_to_tokens, kl_of_tokens, spread, weights_of_tokens
+from megatron_rl.ops.loss_triton import apply_to_tokens, kl_of_tokens, spread, weights_of_tokens
 
 
 def plan_one_read(
@@ -116,9 +117,9 @@ def one_read_kernel(
     kl_coefficient,
     entropy_coefficient,
     num_documents,
-    KL_TWIN: tl.constexpr,  # of the estimator, with REF_LOG_PROBS
+    KL_FUNCTION: tl.constexpr,  # of the estimator, with REF_LOG_PROBS
     KL_TAKES_LOG_RATIO: tl.constexpr,
-    LOSS: tl.constexpr,  # its twin; None: the coefficient is 1
+    LOSS: tl.constexpr,  # its Triton version; None: the coefficient is 1
     IS_OF_RATIO: tl.constexpr,
     HAS_ENTROPY_TERM: tl.constexpr,
 ):
@@ -163,7 +164,7 @@ def one_read_kernel(
                 regularizer_weight = tl.load(REGULARIZER_WEIGHTS + document).to(tl.float32)
                 if REF_LOG_PROBS is not None:
                     _, kl_derivative = kl_of_tokens(
-                        KL_TWIN, KL_TAKES_LOG_RATIO, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_token
+                        KL_FUNCTION, KL_TAKES_LOG_RATIO, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_token
                     )
                     coefficients += kl_coefficient * regularizer_weight * kl_derivative
                 if HAS_ENTROPY_TERM:
@@ -208,7 +209,7 @@ def one_read_kernel(
 # The arguments of a loss where there is none.
 NO_LOSS: dict[str, Any] = {
     **dict.fromkeys("LOSS_MASK POLICY_COEFFICIENTS OLD_LOG_PROBS ADVANTAGES IMPORTANCE_WEIGHTS REF_LOG_PROBS".split()),
-    **dict.fromkeys("VECTORS CU_SEQLENS TOKEN_WEIGHTS REGULARIZER_WEIGHTS LOSS_SCALE parameters KL_TWIN LOSS".split()),
+    **dict.fromkeys("VECTORS CU_SEQLENS TOKEN_WEIGHTS REGULARIZER_WEIGHTS LOSS_SCALE parameters KL_FUNCTION LOSS".split()),
     "loss_scale": 1.0,
     "lowest_ratio": 0.0,
     "highest_ratio": 0.0,

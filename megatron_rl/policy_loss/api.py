@@ -65,8 +65,7 @@ def policy_loss(
     this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
     T counts this rank's tokens: slices of the documents in order (empty ones are allowed), then padding past cu_seqlens[-1].
     [N] tensors may be on the host; the copy to the logits' device does not synchronise. A CUDA graph needs them on the device.
-    A loss without a Triton twin, or with a KL term whose estimator has none, is computed in torch on the logits' device with every
-    backend.
+    A loss without a Triton version, or with a KL term whose estimator has none, is computed in torch on the logits' device.
     torch.compile does not trace this function (a graph break); create_graph=True raises in backward.
 
     Args:
@@ -114,7 +113,7 @@ def policy_loss(
         compare_calls(agreement, loss, options, batch, advantages)
     batch = known_before_rows(loss, batch, options, dtype)
     with_entropy, scale = options.needs_entropy(loss), options.loss_scale
-    if support is None and scale is not None and has_twin(loss, options) and torch.is_grad_enabled() and logits.requires_grad:
+    if support is None and scale is not None and has_triton(loss, options) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.policy_loss.one_read_triton import plan_loss, read_once
 
         configuration = plan_loss(loss, logits, batch, options, is_assumed=announced is None)
@@ -254,10 +253,10 @@ class _WithLogitsGradient(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def has_twin(loss: PolicyLoss, options: LossOptions) -> bool:
+def has_triton(loss: PolicyLoss, options: LossOptions) -> bool:
     """Whether the arithmetic of the loss and of its KL term runs in Triton."""
-    has_kl_twin = options.estimator is None or options.estimator.triton is not None
-    return options.backend == Backend.TRITON and loss.triton is not None and has_kl_twin
+    has_kl = options.estimator is None or options.estimator.triton is not None
+    return options.backend == Backend.TRITON and loss.triton is not None and has_kl
 
 
 def known_before_rows(loss: PolicyLoss, batch: LossBatch, options: LossOptions, dtype: torch.dtype) -> LossBatch:
@@ -289,7 +288,7 @@ def reduce(
         batch = replace(batch, entropy=entropy)
     if options.correction is not None and batch.correction is None:
         batch = corrected(options.correction, batch, log_probs, options.cp_group)
-    if has_twin(loss, options):
+    if has_triton(loss, options):
         from megatron_rl.policy_loss.reduce_triton import reduce_triton
 
         output, coefficients = reduce_triton(loss, log_probs, entropy, batch, options)

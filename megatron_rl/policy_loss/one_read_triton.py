@@ -18,7 +18,7 @@ from megatron_rl.ops.backends import OneReadConfiguration, gradient_like
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.rows_triton import plan_one_read, run_one_read
 from megatron_rl.policy_loss.inputs import LossBatch, LossOptions, further_inputs
-from megatron_rl.policy_loss.reduce_triton import contiguous, equation_of, reduce_triton, twin_of_kl
+from megatron_rl.policy_loss.reduce_triton import contiguous, equation_of, reduce_triton, triton_of_estimator
 
 
 def plan_loss(
@@ -91,9 +91,9 @@ def read_once(
         "kl_coefficient": float(options.kl_coefficient),
         "entropy_coefficient": float(options.entropy_coefficient),
         "num_documents": batch.num_documents,
-        "KL_TWIN": None if estimator is None else twin_of_kl(estimator),
+        "KL_FUNCTION": None if estimator is None else triton_of_estimator(estimator),
         "KL_TAKES_LOG_RATIO": estimator is not None and estimator.takes_log_ratio,
-        "LOSS": equation.twin,
+        "LOSS": equation.function,
         "IS_OF_RATIO": equation.is_of_ratio,
         "HAS_ENTROPY_TERM": options.entropy_coefficient != 0,
     }

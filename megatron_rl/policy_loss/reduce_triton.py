@@ -28,7 +28,7 @@ from megatron_rl.declare import PolicyLoss, import_dotted
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.kl import KLEstimator
-from megatron_rl.ops.twins_triton import (
+from megatron_rl.ops.loss_triton import (
     apply_to_sample,
     apply_to_tokens,
     kl_of_tokens,
@@ -200,7 +200,7 @@ def loss_and_coefficients_kernel(
     LOG_PROBS_COLUMN: tl.constexpr,
     IMPORTANCE_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
-    KL_TWIN: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
+    KL_FUNCTION: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
     KL_TAKES_LOG_RATIO: tl.constexpr,
     LOSS: tl.constexpr,
     IS_OF_RATIO: tl.constexpr,
@@ -267,7 +267,9 @@ def loss_and_coefficients_kernel(
         policy += tl.where(is_live, value_weights * value, 0.0).to(tl.float64)
         coefficients = coefficient
         if REF_LOG_PROBS is not None:
-            estimate, kl_derivative = kl_of_tokens(KL_TWIN, KL_TAKES_LOG_RATIO, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live)
+            estimate, kl_derivative = kl_of_tokens(
+                KL_FUNCTION, KL_TAKES_LOG_RATIO, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live
+            )
             kl += tl.where(is_live, regularizer_weight * estimate, 0.0).to(tl.float64)
             coefficients += kl_coefficient * regularizer_weight * kl_derivative
         tl.store(COEFFICIENTS + tokens, tl.where(is_live, coefficients, 0.0), mask=tokens < end)
@@ -314,9 +316,9 @@ def finish_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """What a kernel needs to call the loss's twin."""
+    """What a kernel needs to call the Triton version of a loss."""
 
-    twin: Callable[..., object]
+    function: Callable[..., object]
     parameters: tuple[float, ...] | None
     lowest_ratio: float
     highest_ratio: float
@@ -324,30 +326,30 @@ class Equation:
 
 
 @functools.cache
-def twin_of(loss: PolicyLoss) -> Callable[..., object]:
+def triton_of_loss(loss: PolicyLoss) -> Callable[..., object]:
     """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
-    return _twin_at(loss.triton, f"policy loss {loss.name!r}")
+    return _triton_at(loss.triton, f"policy loss {loss.name!r}")
 
 
 @functools.cache
-def twin_of_kl(estimator: KLEstimator) -> Callable[..., object]:
-    """The @triton.jit function that the estimator declares. Raises ConfigError as twin_of."""
-    return _twin_at(estimator.triton, f"KL estimator {estimator.name!r}")
+def triton_of_estimator(estimator: KLEstimator) -> Callable[..., object]:
+    """The @triton.jit function that the estimator declares. Raises ConfigError as triton_of_loss."""
+    return _triton_at(estimator.triton, f"KL estimator {estimator.name!r}")
 
 
-def _twin_at(path: str | None, whose: str) -> Callable[..., object]:
+def _triton_at(path: str | None, whose: str) -> Callable[..., object]:
     assert path is not None
-    twin = import_dotted(path, f"triton of {whose}:")
-    if not isinstance(twin, triton.runtime.jit.KernelInterface):
+    function = import_dotted(path, f"triton of {whose}:")
+    if not isinstance(function, triton.runtime.jit.KernelInterface):
         raise ConfigError(f"triton={path!r} of {whose} is not a @triton.jit function: decorate it")
-    kernel: Callable[..., object] = twin
+    kernel: Callable[..., object] = function
     return kernel
 
 
 def equation_of(loss: PolicyLoss, options: LossOptions) -> Equation:
     low, high = loss.clip_bounds(options.clip_ratio_low, options.clip_ratio_high) or (1.0, math.inf)
     return Equation(
-        twin=twin_of(loss),
+        function=triton_of_loss(loss),
         parameters=tuple(options.loss_parameters.values()) or None,
         lowest_ratio=1.0 - low,
         highest_ratio=1.0 + high,
@@ -357,7 +359,7 @@ def equation_of(loss: PolicyLoss, options: LossOptions) -> Equation:
 
 @torch.no_grad()
 def reduce_triton(
-    loss: PolicyLoss,  # with a declared twin
+    loss: PolicyLoss,  # with a Triton version
     log_probs: Tensor,  # [T] float32
     entropy: Tensor | None,  # [T] float32
     batch: LossBatch,
@@ -454,9 +456,9 @@ def _loss_and_coefficients(
         entropy_coefficient=float(options.entropy_coefficient),
         num_documents=batch.num_documents,
         num_tokens=log_probs.numel(),
-        KL_TWIN=None if estimator is None else twin_of_kl(estimator),
+        KL_FUNCTION=None if estimator is None else triton_of_estimator(estimator),
         KL_TAKES_LOG_RATIO=estimator is not None and estimator.takes_log_ratio,
-        LOSS=equation.twin,
+        LOSS=equation.function,
         IS_OF_RATIO=equation.is_of_ratio,
         **shared,
     )

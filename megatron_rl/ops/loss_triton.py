@@ -71,7 +71,7 @@ def load_vectors_of_sample(VECTORS, document, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def apply_twin(
+def call_loss(
     LOSS: tl.constexpr,
     IS_OF_RATIO: tl.constexpr,
     log_ratio,
@@ -82,7 +82,7 @@ def apply_twin(
     vectors,
     parameters,
 ):
-    """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some.
+    """Calls the Triton version of the loss: value, derivative, is_clipped. It gets vectors and parameters where some are declared.
 
     IS_OF_RATIO: the loss does not take log_probs, so its derivative is 0 beyond the bound of the log-ratio, whatever it returns.
     """
@@ -118,7 +118,7 @@ def apply_to_sample(
     if LOG_PROBS_COLUMN >= 0:
         log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
     vectors = load_vectors_of_sample(VECTORS, document, BLOCK)
-    value, derivative, _ = apply_twin(
+    value, derivative, _ = call_loss(
         LOSS, IS_OF_RATIO, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, vectors, parameters
     )
     return value, derivative
@@ -151,18 +151,18 @@ def apply_to_tokens(
     old = load_old(OLD_LOG_PROBS, new, tokens, is_live)
     advantages = load_live(ADVANTAGES, tokens, is_live)
     vectors = load_vectors(VECTORS, tokens, is_live)
-    value, derivative, _ = apply_twin(
+    value, derivative, _ = call_loss(
         LOSS, IS_OF_RATIO, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters
     )
     return value, derivative
 
 
 @triton.jit
-def kl_of_tokens(KL_TWIN: tl.constexpr, KL_TAKES_LOG_RATIO: tl.constexpr, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live):
-    """The KL estimate of a block of tokens and its derivative by the log-probability, by the estimator's twin."""
+def kl_of_tokens(KL_FUNCTION: tl.constexpr, KL_TAKES_LOG_RATIO: tl.constexpr, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live):
+    """The KL estimate of a block of tokens and its derivative by the log-probability, by the Triton version of the estimator."""
     sampled = new
     if KL_TAKES_LOG_RATIO and OLD_LOG_PROBS is not None:
         sampled = load_live(OLD_LOG_PROBS, tokens, is_live)
     reference = load_live(REF_LOG_PROBS, tokens, is_live)
-    value, derivative = KL_TWIN(new, reference, new - sampled)
+    value, derivative = KL_FUNCTION(new, reference, new - sampled)
     return value, derivative
