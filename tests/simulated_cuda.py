@@ -147,6 +147,16 @@ def place_of(frame: FrameType) -> tuple[str, int, str]:
     return path, frame.f_lineno, frame.f_code.co_name
 
 
+def host_version(operation):
+    """The operation; for a product of 16-bit operands with a float32 result, which torch has on CUDA alone, the product of wide
+    ones."""
+    if operation is torch.ops.aten.mm.dtype_out:
+        return lambda left, right, dtype, out: torch.ops.aten.mm.out(left.to(dtype), right.to(dtype), out=out)
+    if operation is torch.ops.aten.mm.dtype:
+        return lambda left, right, dtype: torch.ops.aten.mm.default(left.to(dtype), right.to(dtype))
+    return operation
+
+
 class Operations(TorchDispatchMode):
     """Sees what torch runs, below autograd, forward and backward."""
 
@@ -169,7 +179,7 @@ class Operations(TorchDispatchMode):
             self.judge(operation, args, kwargs, inputs, on_device)
         # An output in an input's memory lies where that does.
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        result = operation(*args, **kwargs)
+        result = host_version(operation)(*args, **kwargs)
         if is_asked_for or any(on_device):
             for value in tree_leaves(result):
                 if isinstance(value, Tensor) and value.untyped_storage()._cdata not in known:

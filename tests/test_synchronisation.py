@@ -463,9 +463,9 @@ def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting)
 def test_measuring_waits_once_a_batch_and_sampling_once_a_token(training, setting):
     """Two batches; three tokens. The first forward of a fused head looks at what the model makes of the layer's output, once."""
     found = training[setting]
-    assert [(event.kind, event.file) for event in found["log_probs"]] == [(LOOK, RESPONSES)] * 2
     first = [] if setting == PADDED else [(LOOK, "megatron_rl/megatron/head.py")]
-    assert [(event.kind, event.file) for event in found["sample"]] == [*first, *[(LOOK, GENERATION)] * 3]
+    assert [(event.kind, event.file) for event in found["log_probs"]] == [*first, *[(LOOK, RESPONSES)] * 2]
+    assert [(event.kind, event.file) for event in found["sample"]] == [(LOOK, GENERATION)] * 3
 
 
 @pytest.mark.megatron
