@@ -63,17 +63,6 @@ def read_json(path: str | Path, most: int = LARGEST_SETTINGS) -> Any:
     return parse_json(read_regular(path, most).decode("utf-8"))
 
 
-def read_saved(path: str | Path, field: str) -> Any:
-    """The field of a JSON file that a run wrote. ConfigError where it cannot be read."""
-    try:
-        return read_json(path, 2**30)[field]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as {field!r} of a run ({type(error).__name__}): restore it from where the run was copied, and "
-            "resume with the --prompts that it began with"
-        ) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Fields:
     """An object of a file, whose fields are asked for by kind. null means a field that is left out.

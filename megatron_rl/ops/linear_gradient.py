@@ -27,7 +27,7 @@ else in backward. Without main_grad it is returned in the weight's dtype. If tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,14 +157,6 @@ def make_gradient(
     # Whatever the strides of head.hidden: a slice of rows must be contiguous, because a product and the sum over tp are in place.
     hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if needs_hidden else None
     return HeadGradient(hidden, main_grad, needs_weight, rounds_weight, has_entropy_term, scale, is_reduced)
-
-
-def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coefficients) -> None:
-    """One matmul a row; fills the head's log_probs and entropy. It calls `coefficients` too, because that reduces over cp."""
-    for item in items:
-        for rows in item.chunks:
-            forward_chunk(head, device_rows(rows, head.hidden.device))
-        coefficients(item)
 
 
 def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coefficients, gradient: HeadGradient) -> Tensor | None:

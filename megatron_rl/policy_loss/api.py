@@ -81,8 +81,9 @@ def policy_loss(
         keywords: the fields of LossOptions, those of LossBatch that have a default, and
             advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one
             token and cu_seqlens is on the host: a loss never reads values of the device.
-    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3 to 8]; cp one all-reduce of [N, k], and before
-        it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none. None at size 1.
+    Communication: tp one all-gather of [T, 3 or 4], with sampling_support another one for an entropy; cp one all-reduce of [N, k],
+        and before it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none. None at
+        size 1.
         A loss that needs token_counts of its tokens adds one of [N] where the caller gave none, mean_log_ratio another.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.

@@ -27,7 +27,6 @@ from megatron_rl.ops.linear_gradient import (
     document_bins,
     main_grad_of,
     make_gradient,
-    run_forward,
     run_gradient,
     run_with_gradient,
     schedule_documents,
@@ -43,7 +42,7 @@ from megatron_rl.ops.linear_head import (
     logits_dtype,
     make_head,
 )
-from megatron_rl.ops.linear_log_probs import score_kept
+from megatron_rl.ops.linear_log_probs import score_kept, score_rows
 from megatron_rl.ops.log_probs import log_probs_dtype, vocab_shard
 from megatron_rl.ops.support import check_support, pair_gradient
 from megatron_rl.policy_loss.api import known_before_rows, reduce
@@ -117,9 +116,9 @@ def linear_policy_loss(
         long document and main_grad is not added to in forward; scratch of the torch row kernels, up to six times 4 MiB on the CPU
         and 256 MiB on CUDA.
     Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
-        sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N, k], one more a bin of documents,
-        one for a correction of samples, and for bins one all-gather of [N]. All cp ranks have the same bins. Backward none. None at
-        size 1. With check_ranks as policy_loss.
+        sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N, k], and one for a correction of
+        samples; with a gradient one more a bin of documents, and before the bins one all-gather of [N]. All cp ranks have the same
+        bins. Backward none. None at size 1. With check_ranks as policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins, one a chunk
         for the rows with a gradient (with sampling_support none); none in backward.
     Raises: what policy_loss raises. DataError for operands that do not fit. ConfigError for a max_logits_bytes below one row, a
@@ -171,7 +170,12 @@ def linear_policy_loss(
     batch = known_before_rows(loss, batch, options, dtype)
     rows = mask.nonzero()[:, 0]
     with torch.no_grad():
-        if support is None:
+        if support is not None:
+            sizes = (capacity, options.max_logits_bytes)
+            head, *scored = score_kept(hidden, weight, labels, head_options, support, rows, *sizes)
+        elif ready is None:
+            head, _ = score_rows(hidden, weight, labels, head_options, ((options.temperature, rows),), capacity)
+        else:
             is_row_by_row = not (loss.reads_means or _waits_for_sums(batch, options))
             items = schedule_rows(rows, capacity) if is_row_by_row else _items(loss, options, rows, bounds, capacity)
             longest = max((chunk.numel() for item in items for chunk in item.chunks), default=0)
@@ -185,23 +189,17 @@ def linear_policy_loss(
                 _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), row_options, is_part=True)
                 return found.log_probs, found.entropy
 
-            if ready is None:
-                run_forward(head, items, coefficients)
-            else:
-                gradient = make_gradient(
-                    head,
-                    needs_hidden=hidden.requires_grad,
-                    needs_weight=weight.requires_grad,
-                    main_grad=main_grad_of(weight) if ready.is_in_main_grad else None,
-                    rounds_weight=main_grad_of(weight) is None,
-                    scale=ready.loss_scale,
-                    has_entropy_term=options.entropy_coefficient != 0,
-                )
-                ready.hidden = run_with_gradient(head, items, coefficients, gradient)
-                ready.weight = None if ready.is_in_main_grad else gradient.weight
-        else:
-            sizes = (capacity, options.max_logits_bytes)
-            head, *scored = score_kept(hidden, weight, labels, head_options, support, rows, *sizes)
+            gradient = make_gradient(
+                head,
+                needs_hidden=hidden.requires_grad,
+                needs_weight=weight.requires_grad,
+                main_grad=main_grad_of(weight) if ready.is_in_main_grad else None,
+                rounds_weight=main_grad_of(weight) is None,
+                scale=ready.loss_scale,
+                has_entropy_term=options.entropy_coefficient != 0,
+            )
+            ready.hidden = run_with_gradient(head, items, coefficients, gradient)
+            ready.weight = None if ready.is_in_main_grad else gradient.weight
         output, found = reduce(loss, head.log_probs, head.entropy, batch, options)
         if support is not None and ready is not None:
             _fill_with_pairs(ready, head, scored, rows, sizes, found, needs_hidden=hidden.requires_grad)
