@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.count import RolloutCounts, StepCounts, StepTotals, count_step
-    from megatron_rl.declare import LossValue, Parameter, register_policy_loss
+    from megatron_rl.declare import LossValue, Parameter, bounded_exp, register_policy_loss
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.layout.sampling_support import SamplingSupport
     from megatron_rl.losses.corrections import Correction, CorrectionSettings, CorrectionValue, register_correction
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from megatron_rl.ops.assumed_scale import AssumedScale
     from megatron_rl.ops.linear_log_probs import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-    from megatron_rl.ops.ratios import bounded_exp
     from megatron_rl.policy_loss import (
         PolicyLossOutput,
         grpo_loss,
@@ -67,7 +66,7 @@ __all__ = [
 # What has these names, from the ground up: a module is imported where those before it have not the name that is asked for.
 _HOMES = (
     *("errors", "config", "declare", "layout.sampling_support", "count", "ops.assumed_scale", "ops.log_probs"),
-    *("ops.linear_log_probs", "ops.ratios", "losses.kl", "losses.corrections", "weights", "policy_loss"),
+    *("ops.linear_log_probs", "losses.kl", "losses.corrections", "weights", "policy_loss"),
 )
 
 

@@ -74,7 +74,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
             # A store_true flag cannot be given as false, so false counts as not given.
             if value is not False:
                 set_flags.add(flag_of(field.name))
-    POLICY_LOSSES.find_or_none(settings.get("policy_loss"))  # its import declares parameters; a rule reports a wrong name
+    POLICY_LOSSES.find(settings.get("policy_loss"))  # its import declares parameters; a rule reports a wrong name
     # A value that cannot be read stays as it is; the rules report it.
     parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
     launch = Settings(
@@ -103,7 +103,7 @@ def _import_named_loss(command_line: Sequence[str]) -> None:
         flag, equals, value = argument.partition("=")
         name = value if equals else following
         if flag == "--policy-loss" and "." in name:  # any other is built in
-            POLICY_LOSSES.find_or_none(name)
+            POLICY_LOSSES.find(name)
 
 
 def given_settings(args: Namespace) -> dict[str, object]:

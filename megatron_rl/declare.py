@@ -12,11 +12,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
 
+import torch
 from torch import Tensor
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, flag_fields
+from megatron_rl.config import LOG_RATIO_BOUND, SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError, DataError
 
 Level = Literal["token", "sequence"]
@@ -40,12 +41,15 @@ class Declaration(Protocol):
 Record = TypeVar("Record", bound=Declaration)
 
 
-class Registry(Generic[Record]):
-    """Declarations of one kind by name. kind: in messages, as in "KL estimator". decorator: the name of what declares one."""
+class Registry(dict[str, Record]):
+    """Declarations of one kind by name. kind: in messages, as in "KL estimator". decorator: the name of what declares one.
+
+    registry[name] imports a name with a dot as module.function, and its module declares it. It raises ConfigError for an unknown
+    name, for a function that cannot be imported, and for one that is not declared.
+    """
 
     def __init__(self, kind: str, decorator: str):
         self.kind, self.decorator = kind, decorator
-        self.records: dict[str, Record] = {}
 
     def check_name(self, name: object) -> None:
         """Raises ConfigError for a name that is none, as where a decorator without parentheses is given the function."""
@@ -61,51 +65,46 @@ class Registry(Generic[Record]):
         """Raises ConfigError where another function has the name, whichever was imported first."""
         if not _is_ours(record.function):
             _import_built_in()
-        known = self.records.get(name)
+        known = self.get(name)
         if known is not None and not _is_same(known.function, record.function):
             raise ConfigError(f"{self.kind} {name!r} is already registered by {known.function.__module__}; choose another name")
-        self.records[name] = record
+        self[name] = record
 
-    def find(self, name: object) -> Record:
-        """The declaration of that name. A name with a dot is imported as module.function, and its module declares it.
-
-        Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
-        """
+    def __missing__(self, name: object) -> Record:
         if not isinstance(name, str):
             raise ConfigError(f"{self.kind} {name!r} must be a name: a registered one, or module.function")
-        if name not in self.records:
-            _import_built_in()
-        if name in self.records:
-            return self.records[name]
+        _import_built_in()
+        if name in self:
+            return self[name]
         if "." not in name:
-            known = ", ".join(self.records)
+            known = ", ".join(self)
             raise ConfigError(
                 f"{self.kind} {name!r} is not registered; known: {known}. A name with a dot is imported as module.function"
             )
         function = import_dotted(name, self.kind)
         # The module registers the function under a plain name when it is imported; the dotted one is then a second name.
-        same = next((record for record in self.records.values() if record.function is function), None)
+        same = next((record for record in self.values() if record.function is function), None)
         if same is None:
             raise ConfigError(
                 f"{self.kind} {name!r} is not declared: decorate {name.rpartition('.')[2]} with @megatron_rl.{self.decorator}"
             )
-        self.records[name] = same
+        self[name] = same
         return same
 
-    def find_or_none(self, name: object) -> Record | None:
-        """`find`, and None where it raises: for what a rule judges while another one reports a wrong name."""
+    def find(self, name: Any) -> Record | None:
+        """None where the name is wrong: for what a rule judges while another one reports it."""
         try:
-            return self.find(name)
+            return self[name]
         except ConfigError:
             return None
 
     def names(self) -> tuple[str, ...]:
         _import_built_in()
-        return tuple(self.records)
+        return tuple(self)
 
     def is_built_in(self, name: str) -> bool:
         """Whether the declaration of that name is the package's."""
-        return _is_ours(self.find(name).function)
+        return _is_ours(self[name].function)
 
 
 def _import_built_in() -> None:
@@ -183,12 +182,21 @@ def check_triton_path(kind: str, name: str, triton: object) -> None:
         raise ConfigError(f"triton={triton!r} of {kind} {name!r} must be the text module.function, or None")
 
 
-def checked_result(whose: str, name: str, value: object, like: Tensor) -> Tensor:
-    """The value that `whose` function returned. Raises DataError unless it has shape and dtype of `like`."""
-    if isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype:
-        return value
-    found = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-    raise DataError(f"{whose} returned {found} as {name}: it must be {tuple(like.shape)} {like.dtype}")
+def checked_result(whose: str, name: str, value: object, like: Tensor, remedy: str = "") -> Tensor:
+    """The value that `whose` function returned. Raises DataError unless it has shape, dtype, layout and device of `like`."""
+    wanted, found = f"{tuple(like.shape)} {like.dtype}", type(value).__name__
+    if isinstance(value, Tensor):
+        found = f"{tuple(value.shape)} {value.dtype}"
+        if (value.layout, value.device) != (like.layout, like.device):
+            wanted, found = (f"{words} with {of.layout} on {of.device}" for words, of in ((wanted, like), (found, value)))
+        if found == wanted:
+            return value
+    raise DataError(f"{whose} returned {found} as {name}: it must be {wanted}{remedy}")
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of the log-ratio bounded to +-20, so that nothing overflows. NaN passes through."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +325,70 @@ def is_finite_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+class LossValues(NamedTuple):
+    """A LossValue with all its fields, detached."""
+
+    value: Tensor  # [*]
+    derivative: Tensor  # [*] d value / d log-probability
+    is_clipped: Tensor  # [*] bool
+
+
+def evaluate(
+    loss: PolicyLoss,
+    log_ratio: Tensor,  # [*] of tokens or samples
+    advantages: Tensor,  # [*]
+    log_probs: Tensor,  # [*] of tokens, or means of samples
+    keywords: Mapping[str, float],  # clip and parameters
+    vectors: Mapping[str, Tensor],  # [*] the further inputs that the loss declares
+    *,
+    prefers_autograd: bool = False,  # even where the loss gives a derivative, unless its value has no graph
+) -> LossValues:
+    """Calls an elementwise loss on copies of its inputs. Raises DataError for a result of another shape or dtype.
+
+    The derivative is the sum of those by log_ratio and log_probs; autograd computes it where the loss gives none, and with
+    prefers_autograd wherever it can. The derivative through log_ratio is 0 beyond its bound: autograd does not go through it
+    there, and one that the loss gives is 0 there, unless the loss takes log_probs and so has another derivative.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        # A tensor made in inference mode cannot be differentiated; a copy made outside can.
+        leaves = [log_ratio.detach().clone().requires_grad_()]
+        is_beyond = leaves[0].detach().abs() > LOG_RATIO_BOUND  # false for NaN, which passes through
+        given = [torch.where(is_beyond, leaves[0].detach(), leaves[0]), advantages.detach().clone()]
+        if loss.takes_log_probs:
+            leaves.append(log_probs.detach().clone().requires_grad_())
+            given.append(leaves[1].clone())
+        returned = loss.function(*given, **{name: vector.detach().clone() for name, vector in vectors.items()}, **keywords)
+        result = returned if isinstance(returned, LossValue) else LossValue(returned)
+        remedy = ", one number for each of its inputs; return megatron_rl.LossValue(value, derivative, is_clipped)"
+        for name, tensor, like in (
+            ("its value", result.value, log_ratio),
+            ("its derivative", result.derivative, log_ratio),
+            ("its is_clipped", result.is_clipped, is_beyond),
+        ):
+            if tensor is not None or name == "its value":
+                checked_result(f"policy loss {loss.name!r}", name, tensor, like, remedy)
+        derivative = None if prefers_autograd and result.value.requires_grad else result.derivative
+        if derivative is None:
+            derivative = _derivative(loss, result.value, leaves)
+        elif not loss.takes_log_probs:
+            derivative = torch.where(is_beyond, 0.0, derivative)
+    is_clipped = torch.zeros_like(log_ratio, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
+    return LossValues(result.value.detach(), derivative.detach(), is_clipped)
+
+
+def _derivative(loss: PolicyLoss, value: Tensor, leaves: list[Tensor]) -> Tensor:
+    if not value.requires_grad:
+        return torch.zeros_like(value)
+    gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+    found = [gradient for gradient in gradients if gradient is not None]
+    if not found:
+        raise DataError(
+            f"policy loss {loss.name!r} returned a value with a gradient of its own, and none by log_ratio or log_probs: compute "
+            "it from them; a number that is trained elsewhere, such as a torch.nn.Parameter, must be detached"
+        )
+    return sum(found[1:], found[0])
+
+
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "register_policy_loss")
 
 
@@ -407,7 +479,7 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
     Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
     """
-    return POLICY_LOSSES.find(name)
+    return POLICY_LOSSES[name]
 
 
 def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
@@ -418,7 +490,8 @@ def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
 def declared_parameters() -> dict[str, dict[str, Parameter]]:
     """The parameters that registered losses declare: name of the parameter -> name of the loss -> the parameter."""
     found: dict[str, dict[str, Parameter]] = {}
-    for loss in map(POLICY_LOSSES.find, POLICY_LOSSES.names()):
+    for name in POLICY_LOSSES.names():
+        loss = POLICY_LOSSES[name]
         for parameter in loss.parameters:
             found.setdefault(parameter.name, {})[loss.name] = parameter
     return found

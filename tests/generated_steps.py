@@ -136,7 +136,7 @@ DOORS = [
     Door("log_probs", "triton", FLOAT32),
 ]
 CORRECTIONS_AND_LEVELS = [
-    *((name, level) for name in CORRECTIONS.names() for level in map(str, CORRECTIONS.find(name).bounds)),
+    *((name, level) for name in CORRECTIONS.names() for level in map(str, CORRECTIONS[name].bounds)),
     *(("none", "token") for _ in range(5)),
 ]
 BOUNDS = {"token": (0.8, 1.25), "sequence_mean": (0.9, 1.1), "sequence_sum": (0.6, 1.7)}

@@ -50,10 +50,9 @@ COLLECTIVES = {
 @contextlib.contextmanager
 def names_forgotten() -> Iterator[None]:
     """The registries forget the losses, aggregations, and what else is registered inside."""
-    of_kinds = (AGGREGATIONS, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS)
-    for one in of_kinds:
-        one.names()  # the built-in ones are there
-    registries = [one.records for one in of_kinds]
+    registries = (AGGREGATIONS, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS)
+    for registry in registries:
+        registry.names()  # the built-in ones are there
     known = [dict(registry) for registry in registries]
     try:
         yield

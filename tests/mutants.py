@@ -102,7 +102,6 @@ JUDGES = {
     "ops/": "log_probs linear_head linear_gradients linear_losses log_probs_triton messages generated_steps",
     "ops/log_probs_triton.py": "log_probs_triton generated_steps",
     "ops/rescale_triton.py": "assumed_scale one_read",
-    "ops/ratios": "clipping term_contract kl_estimators golden_losses loss_contract generated_steps",
     "losses/kl": "clipping term_contract kl_estimators generated_steps",
     "losses/corrections.py": "corrections term_contract generated_steps",
     "declare.py": "declare term_contract own_losses",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_rl.ops.ratios_triton import bounded_exp
+from megatron_rl.ops.loss_triton import bounded_exp
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def of_losses() -> str:
 
 def of_corrections() -> str:
     """The page with its table as the docstrings of the corrections have it."""
-    kinds = [CORRECTIONS.find(name) for name in CORRECTIONS.names()]
+    kinds = [CORRECTIONS[name] for name in CORRECTIONS.names()]
     rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
     text = with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
     return with_tables(text, {"<!-- table: bounds -->": rows_of_bounds()})

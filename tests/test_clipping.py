@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from megatron_rl.declare import bounded_exp
 from megatron_rl.losses.grpo import grpo
 from megatron_rl.losses.kl import k3
-from megatron_rl.ops.ratios import bounded_exp
 
 LOW, HIGH = 0.2, 0.5
 

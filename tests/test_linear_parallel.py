@@ -176,7 +176,7 @@ def gspo_by_tokens(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_rat
 @pytest.fixture(scope="module", autouse=True)
 def registry_of_this_file_alone():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES.records))
+        patch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES))
         register_policy_loss(BY_TOKENS, needs=("mean_log_ratio",), clip_ratios=(3e-4, 4e-4))(gspo_by_tokens)
         yield
 

@@ -12,13 +12,12 @@ from helpers import EXACT, KERNEL_DEVICE, PARAMETERS, loop_log_probs, random_bat
 from loss_backends import HAS_TRITON
 from torch import Tensor
 
-from megatron_rl.declare import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
+from megatron_rl.declare import LossValue, LossValues, evaluate, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs
-from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
 
 WITH_TRITON = [name for name in policy_loss_names() if get_policy_loss(name).triton]
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -41,14 +41,13 @@ from trainer_cases import metrics_of, run_loop
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route
-from megatron_rl.declare import clip_of, get_policy_loss, register_policy_loss
+from megatron_rl.declare import clip_of, evaluate, get_policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs
-from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("own_losses")
@@ -340,7 +339,7 @@ CISPO_TRITON = """
 import triton
 import triton.language as tl
 
-from megatron_rl.ops.ratios_triton import bounded, bounded_exp
+from megatron_rl.ops.loss_triton import bounded, bounded_exp
 
 @triton.jit
 def cispo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):

@@ -33,7 +33,7 @@ from megatron_rl.weights import loss_aggregation_names
 
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 BOTH = pytest.mark.parametrize("registry", [KL_ESTIMATORS, CORRECTIONS], ids=lambda registry: registry.kind)
-KINDS = [(name, level) for name in CORRECTIONS.names() for level in CORRECTIONS.find(name).bounds]
+KINDS = [(name, level) for name in CORRECTIONS.names() for level in CORRECTIONS[name].bounds]
 # Both sides of each are met by the ratios below.
 BOUNDS = {CorrectionLevel.TOKEN: (0.8, 1.3), CorrectionLevel.SEQUENCE_MEAN: (0.96, 1.06), CorrectionLevel.SEQUENCE_SUM: (0.7, 1.5)}
 
@@ -67,7 +67,7 @@ def value_alone_of(estimator):
 @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 def test_the_derivative_is_that_of_the_value_where_this_is_declared(name):
     """By autograd in float64, through the ratio too. Beyond the bound of the exponents a derivative is finite, and may be cut."""
-    estimator, given = KL_ESTIMATORS.find(name), differences(torch.float64)
+    estimator, given = KL_ESTIMATORS[name], differences(torch.float64)
     value, derivative = kl_estimate(estimator, *given)
     same, of_value = kl_estimate(value_alone_of(estimator), *given)
     assert torch.equal(value, same) and value.isfinite().all() and derivative.isfinite().all() and derivative.any()
@@ -87,7 +87,7 @@ def test_exponents_stop_at_the_bound(name):
     assert len(set(value.tolist())) == (1 if name in BOUNDED else 3)
 
 
-@pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS.names() if KL_ESTIMATORS.find(name).triton])
+@pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS.names() if KL_ESTIMATORS[name].triton])
 @pytest.mark.kernel
 @NEEDS_TRITON
 def test_the_triton_twin_is_the_torch_function(name):
@@ -95,7 +95,7 @@ def test_the_triton_twin_is_the_torch_function(name):
 
     from megatron_rl.policy_loss.reduce_triton import triton_of_estimator
 
-    estimator, given = KL_ESTIMATORS.find(name), differences(torch.float32)
+    estimator, given = KL_ESTIMATORS[name], differences(torch.float32)
     want = kl_estimate(estimator, *given)
     got = [torch.full_like(given[0], math.nan, device=KERNEL_DEVICE) for _ in want]
     inputs = [x.to(KERNEL_DEVICE) for x in given]
@@ -117,7 +117,7 @@ def k3_by_twin(log_probs: torch.Tensor, reference: torch.Tensor) -> list[torch.T
 
     inputs = [x.to(KERNEL_DEVICE) for x in (log_probs, reference, log_probs)]
     found = [torch.full_like(inputs[0], math.nan) for _ in range(2)]
-    kl_kernel[(1,)](*inputs, *found, log_probs.numel(), KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS.find("k3")), BLOCK=128)
+    kl_kernel[(1,)](*inputs, *found, log_probs.numel(), KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS["k3"]), BLOCK=128)
     return [part.cpu() for part in found]
 
 
@@ -171,7 +171,7 @@ def test_the_term_of_a_loss_is_the_declared_one(name, backend):
 @pytest.mark.parametrize("name", CORRECTIONS.names())
 def test_a_correction_gives_what_it_drops_the_factor_0(name):
     """Of ratios on both sides of the bounds, at them and at 1; what is dropped has factor 0, and nothing else has."""
-    kind, (low, high) = CORRECTIONS.find(name), (0.5, 2.0)
+    kind, (low, high) = CORRECTIONS[name], (0.5, 2.0)
     ratios = torch.tensor([math.exp(-20), 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, math.exp(20)], dtype=torch.float64)
     returned = kind.function(ratios.clone(), low, high)
     result = returned if isinstance(returned, CorrectionValue) else CorrectionValue(returned)
@@ -184,7 +184,7 @@ def test_a_correction_gives_what_it_drops_the_factor_0(name):
 
 @pytest.mark.parametrize("name", CORRECTIONS.names())
 def test_bounds_are_those_of_the_declaration(name):
-    kind = CORRECTIONS.find(name)
+    kind = CORRECTIONS[name]
     for level in CorrectionLevel:
         problems = list(CorrectionSettings(kind=name, level=level).problems())
         if None not in kind.bounds.get(level, (None,)):
@@ -241,7 +241,7 @@ def test_a_corrected_step_is_the_same_on_every_layout(assert_layout_invariant, n
     assert_layout_invariant(Corrected(name, level, delta, "torch"), layouts=CP_AND_DP)
 
 
-@pytest.mark.parametrize(("name", "level"), [(name, [*CORRECTIONS.find(name).bounds][-1]) for name in CORRECTIONS.names()])
+@pytest.mark.parametrize(("name", "level"), [(name, [*CORRECTIONS[name].bounds][-1]) for name in CORRECTIONS.names()])
 @pytest.mark.kernel
 @pytest.mark.interpreter
 @NEEDS_TRITON
@@ -431,7 +431,7 @@ def test_a_gradient_of_another_value_may_be_declared(forgets):
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 def test_no_built_in_estimator_contradicts_its_declaration(name):
-    assert list(estimator_problems(KL_ESTIMATORS.find(name))) == []
+    assert list(estimator_problems(KL_ESTIMATORS[name])) == []
 
 
 def infinite(ratios, low, high):
@@ -486,7 +486,7 @@ def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     for _ in range(2):
         with pytest.raises(ConfigError, match="must be the text module.function"):
-            KL_ESTIMATORS.find(f"{name}.second")
+            KL_ESTIMATORS[f"{name}.second"]
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_a_value_that_is_not_finite_stops_a_loss(forgets):
 def test_a_registry_says_what_a_dotted_name_lacks(forgets):
     for name, message in (("no_such_module.f", "cannot be imported"), ("math.no_such", "has no 'no_such'"), (3, "must be a name")):
         with pytest.raises(ConfigError, match=message):
-            KL_ESTIMATORS.find(name)
+            KL_ESTIMATORS[name]
 
 
 def test_an_own_estimator_of_a_whole_batch_is_refused_in_a_trainers_config(forgets):

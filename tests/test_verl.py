@@ -322,7 +322,7 @@ def test_verls_engine_counts_where_our_loss_trains(monkeypatch):
 
 
 def test_a_loss_of_ones_own_is_in_verls_table_by_its_declared_name(monkeypatch):
-    monkeypatch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES.records))
+    monkeypatch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES))
     register_policy_loss("halved")(lambda log_ratio, advantages: -advantages * log_ratio / 2)
     tables = cases.emulated_tables()
     verl_loss.register(tables)

@@ -81,10 +81,10 @@ def launch(name: str) -> None:
 
 def launch_kl(name: str) -> None:
     vectors = [torch.empty(128, device="cuda") for _ in range(5)]
-    kl_kernel[(1,)](*vectors, 128, KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS.find(name)), BLOCK=128)
+    kl_kernel[(1,)](*vectors, 128, KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS[name]), BLOCK=128)
 
 
 LAUNCHES = {
     **{name: functools.partial(launch, name) for name in policy_loss_names() if get_policy_loss(name).triton},
-    **{f"KL {name}": functools.partial(launch_kl, name) for name in KL_ESTIMATORS.names() if KL_ESTIMATORS.find(name).triton},
+    **{f"KL {name}": functools.partial(launch_kl, name) for name in KL_ESTIMATORS.names() if KL_ESTIMATORS[name].triton},
 }

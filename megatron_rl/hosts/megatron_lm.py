@@ -82,7 +82,7 @@ def _correction_of_train_rl(given: Mapping[str, Any]) -> dict[str, tuple[str, An
 
 
 def _counts_prompts(given: Mapping[str, Any]) -> bool:
-    record = AGGREGATIONS.find_or_none(given.get("loss_aggregation") or PolicyLossConfig().loss_aggregation)
+    record = AGGREGATIONS.find(given.get("loss_aggregation") or PolicyLossConfig().loss_aggregation)
     return record is not None and record.needs_prompts
 
 

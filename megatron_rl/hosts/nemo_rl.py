@@ -157,7 +157,7 @@ def corrections_of(at: Reader) -> dict[str, Given]:
     kind = KINDS[truncation]
     return {
         "importance_correction": Given(f"{WEIGHTS}=true", kind),
-        "importance_correction_level": Given(TRUNCATION, next(iter(CORRECTIONS.find(kind).bounds))),
+        "importance_correction_level": Given(TRUNCATION, next(iter(CORRECTIONS[kind].bounds))),
         "importance_correction_low": Given(LOWER_BOUND, at.number(LOWER_BOUND) or 0.0),
         "importance_correction_high": Given(BOUND, LARGEST_RATIO if truncation is None else at.number(BOUND)),
     }
@@ -181,7 +181,7 @@ def sampler_of(at: Reader, loss: str, estimator: Given | None) -> Sampler:
 
 def has_ratio(estimator: Given | None) -> TypeGuard[Given]:
     """Whether the KL estimator has an importance ratio."""
-    declared = None if estimator is None else KL_ESTIMATORS.find_or_none(estimator.value)
+    declared = None if estimator is None else KL_ESTIMATORS.find(estimator.value)
     return declared is not None and declared.takes_log_ratio
 
 

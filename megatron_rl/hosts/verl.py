@@ -113,7 +113,7 @@ def own_names() -> list[str]:
 def is_added_estimator(kind: object) -> bool:
     """Whether verl has no estimate of KL of that name and we have: one of ours, or module.function of one."""
     is_verls = isinstance(kind, str) and kind.removesuffix("+") in KL_TYPES
-    return not is_verls and KL_ESTIMATORS.find_or_none(kind) is not None
+    return not is_verls and KL_ESTIMATORS.find(kind) is not None
 
 
 def is_ours(actor: Any) -> bool:
@@ -140,7 +140,7 @@ def read(actor: Any, whole: Any = None) -> Launch:
     means = (TOKEN_MEAN, AGG_MODES.get(record.name, TOKEN_MEAN), SAMPLE_MEAN if terms else TOKEN_MEAN)
     problems, corrections = list[str](), list[str]()
     if at.switch("use_kl_loss") and is_added_estimator(at("kl_loss_type")):
-        problems += estimator_problems(KL_ESTIMATORS.find(at("kl_loss_type")))
+        problems += estimator_problems(KL_ESTIMATORS[at("kl_loss_type")])
     if mean not in means:
         allowed = " or ".join(dict.fromkeys(means))
         problems.append(

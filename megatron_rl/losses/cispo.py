@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl.declare import LossValue, register_policy_loss
-from megatron_rl.ops.ratios import bounded_exp
+from megatron_rl.declare import LossValue, bounded_exp, register_policy_loss
 
 
 @register_policy_loss(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter of Triton looks for it)
 
-from megatron_rl.ops.ratios_triton import bounded, bounded_exp
+from megatron_rl.ops.loss_triton import bounded, bounded_exp
 
 
 @triton.jit

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LARGEST_RATIO, NO_CORRECTION, CorrectionLevel, PolicyLossConfig
-from megatron_rl.declare import Function, Registry, check_signature, checked_result, get_policy_loss
+from megatron_rl.declare import Function, Registry, bounded_exp, check_signature, checked_result, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, all_reduce_sum, document_sums, spread
-from megatron_rl.ops.ratios import bounded_exp
 
 # Level -> the usual (low, high) of w there; None: it has to be given.
 Bounds = Mapping[str, tuple[float | None, float | None]]
@@ -199,7 +198,7 @@ class CorrectionSettings:
     @property
     def bounds(self) -> tuple[float, float]:
         """(low, high) of w. Call it where `problems` finds none."""
-        low, high = CORRECTIONS.find(self.kind).bounds[self.level] if self.has_factor else (0.0, math.inf)
+        low, high = CORRECTIONS[self.kind].bounds[self.level] if self.has_factor else (0.0, math.inf)
         low, high = low if self.low is None else self.low, high if self.high is None else self.high
         assert low is not None and high is not None
         return low, high
@@ -209,7 +208,7 @@ class CorrectionSettings:
         declared = None
         if self.has_factor:
             try:
-                declared = CORRECTIONS.find(self.kind)
+                declared = CORRECTIONS[self.kind]
             except ConfigError as error:
                 yield f"importance_correction={self.kind!r}: {error}"
                 return
@@ -337,7 +336,7 @@ def correct(
         of_samples = bounded_exp(log_ratio)
         parts = (of_samples, *_bounded(settings, of_samples))
         ratios, weights, is_kept = (spread(part, documents) for part in parts)
-        weigh = CORRECTIONS.find(settings.kind).weigh_tokens
+        weigh = CORRECTIONS[settings.kind].weigh_tokens
         if weigh is not None:
             of_tokens = bounded_exp(old_log_probs - rollout_log_probs)
             weights = weights * _checked(settings, "its weights of tokens", weigh(of_tokens), of_tokens)
@@ -356,7 +355,7 @@ def correct(
 
 
 def _bounded(settings: CorrectionSettings, ratios: Tensor) -> tuple[Tensor, Tensor]:  # weights [*], is_kept [*] bool
-    returned = CORRECTIONS.find(settings.kind).function(ratios, *settings.bounds)
+    returned = CORRECTIONS[settings.kind].function(ratios, *settings.bounds)
     result = returned if isinstance(returned, CorrectionValue) else CorrectionValue(returned)
     is_kept = torch.ones_like(ratios, dtype=torch.bool) if result.is_kept is None else result.is_kept
     return _checked(settings, "its weights", result.weights, ratios), _checked(settings, "is_kept", is_kept, ratios.bool())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.declare import LossValue, Parameter, register_policy_loss
-from megatron_rl.ops.ratios import bounded_exp
+from megatron_rl.declare import LossValue, Parameter, bounded_exp, register_policy_loss
 
 # 1 - pi and 1 - mu are at least this: in float32 the difference from 1 has no more digits, and its logarithm must be finite.
 SMALLEST_REST = 1e-8

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.losses import dppo
-from megatron_rl.ops.ratios_triton import bounded, bounded_exp
+from megatron_rl.ops.loss_triton import bounded, bounded_exp
 
 SMALLEST_REST = tl.constexpr(dppo.SMALLEST_REST)
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.declare import LossValue, register_policy_loss
-from megatron_rl.ops.ratios import bounded_exp
+from megatron_rl.declare import LossValue, bounded_exp, register_policy_loss
 
 
 def clipped_log_ratio(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND, bounded, bounded_exp
+from megatron_rl.ops.loss_triton import LOG_RATIO_BOUND, bounded, bounded_exp
 
 
 @triton.jit

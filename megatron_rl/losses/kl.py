@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.declare import Function, Registry, check_signature, check_triton_path, checked_result, takes
+from megatron_rl.declare import Function, Registry, bounded_exp, check_signature, check_triton_path, checked_result, takes
 from megatron_rl.errors import DataError
-from megatron_rl.ops.ratios import bounded_exp
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ def kl_estimate(
     Autograd takes a derivative that the estimator does not give. Raises ConfigError for an estimator that is not registered, and
     DataError for a result of another shape or dtype.
     """
-    declared = KL_ESTIMATORS.find(estimator) if isinstance(estimator, str) else estimator
+    declared = KL_ESTIMATORS[estimator] if isinstance(estimator, str) else estimator
     given = (log_probs, ref_log_probs, log_ratio)[: 2 + declared.takes_log_ratio]
     returned = declared.function(*given)
     result = returned if isinstance(returned, KLValue) else KLValue(returned)

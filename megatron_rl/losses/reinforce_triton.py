@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.losses import topr as in_torch
-from megatron_rl.ops.ratios_triton import bounded_exp
+from megatron_rl.ops.loss_triton import bounded_exp
 
 LARGEST_RATIO_OF_ONE_POLICY = tl.constexpr(in_torch.LARGEST_RATIO_OF_ONE_POLICY)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.declare import LossValue, register_policy_loss
-from megatron_rl.ops.ratios import bounded_exp
+from megatron_rl.declare import LossValue, bounded_exp, register_policy_loss
 
 # Two sums over a row in another order give one policy's ratio as 1 to about 1e-6, in float32.
 LARGEST_RATIO_OF_ONE_POLICY = 1 + 1e-5

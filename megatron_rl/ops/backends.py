@@ -75,7 +75,7 @@ def is_interpreted() -> bool:
         return False
     import triton
 
-    from megatron_rl.ops.ratios_triton import bounded_exp
+    from megatron_rl.ops.loss_triton import bounded_exp
 
     return not isinstance(bounded_exp, triton.JITFunction)
 

@@ -1,7 +1,8 @@
 """Loads what a loss takes inside a kernel, for blocks of tokens and for samples, and calls its Triton version.
 
 LOSS is the version that the loss declares. Masked tokens are not loaded. A pointer of None is an absent input, a column of -1 is
-not needed.
+not needed. NaN passes through `bounded`, because comparisons with it are false; tl.minimum, tl.maximum and tl.clamp would return
+their other argument.
 """
 
 from __future__ import annotations
@@ -9,7 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND
+from megatron_rl import config
+
+LOG_RATIO_BOUND = tl.constexpr(config.LOG_RATIO_BOUND)
+
+
+@triton.jit
+def bounded(x, lower, upper):
+    return tl.where(x < lower, lower, tl.where(x > upper, upper, x))
+
+
+@triton.jit
+def bounded_exp(log_ratio):
+    """exp of the log-ratio bounded to +-20."""
+    return tl.exp(bounded(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 @triton.jit

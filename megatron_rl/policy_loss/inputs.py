@@ -90,7 +90,7 @@ class LossOptions:
     @property
     def estimator(self) -> KLEstimator | None:
         """None: there is no KL term."""
-        return KL_ESTIMATORS.find(self.kl_estimator) if self.kl_coefficient else None
+        return KL_ESTIMATORS[self.kl_estimator] if self.kl_coefficient else None
 
     def keywords(self, loss: PolicyLoss) -> dict[str, float]:
         """The keyword arguments of the loss's function: its clip and its parameters."""
@@ -149,7 +149,7 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
         raise ConfigError(f"metrics={options.metrics!r} is not one of {', '.join(PolicyMetrics)}")
     if coefficients["kl_coefficient"] or options.kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
         try:
-            KL_ESTIMATORS.find(options.kl_estimator)
+            KL_ESTIMATORS[options.kl_estimator]
         except ConfigError as error:
             raise ConfigError(f"kl_estimator={options.kl_estimator!r}: {error}") from error
     if options.correction is not None:

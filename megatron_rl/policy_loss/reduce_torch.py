@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LOG_RATIO_BOUND, PolicyMetrics
-from megatron_rl.declare import LossValue, PolicyLoss
+from megatron_rl.config import PolicyMetrics
+from megatron_rl.declare import LossValues, PolicyLoss, bounded_exp, evaluate
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.further import CorrectionValues, SupportValues, token_statistics
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
-from megatron_rl.ops.ratios import bounded_exp
 from megatron_rl.policy_loss.inputs import (
     Coefficients,
     DocumentSums,
@@ -33,14 +31,6 @@ from megatron_rl.policy_loss.inputs import (
     sum_columns,
     vectors_of_samples,
 )
-
-
-class LossValues(NamedTuple):
-    """A LossValue with all its fields, detached."""
-
-    value: Tensor  # [*]
-    derivative: Tensor  # [*] d value / d log-probability
-    is_clipped: Tensor  # [*] bool
 
 
 @torch.no_grad()
@@ -227,69 +217,3 @@ def _clipped_log_ratio(
 def _sum_live(values: Tensor, batch: LossBatch) -> Tensor:  # [T] -> 0-d
     """Sums in float64, document by document: padding changes no bit, and the order of documents none that float32 can show."""
     return document_sums(torch.where(batch.loss_mask, values, 0.0), batch.cu_seqlens).sum().to(values.dtype)
-
-
-def evaluate(
-    loss: PolicyLoss,
-    log_ratio: Tensor,  # [*] of tokens or samples
-    advantages: Tensor,  # [*]
-    log_probs: Tensor,  # [*] of tokens, or means of samples
-    keywords: Mapping[str, float],  # clip and parameters
-    vectors: Mapping[str, Tensor],  # [*] the further inputs that the loss declares
-    *,
-    prefers_autograd: bool = False,  # even where the loss gives a derivative, unless its value has no graph
-) -> LossValues:
-    """Calls an elementwise loss on copies of its inputs. Raises DataError for a result of another shape or dtype.
-
-    The derivative is the sum of those by log_ratio and log_probs; autograd computes it where the loss gives none, and with
-    prefers_autograd wherever it can. The derivative through log_ratio is 0 beyond its bound: autograd does not go through it
-    there, and one that the loss gives is 0 there, unless the loss takes log_probs and so has another derivative.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        # A tensor made in inference mode cannot be differentiated; a copy made outside can.
-        leaves = [log_ratio.detach().clone().requires_grad_()]
-        is_beyond = leaves[0].detach().abs() > LOG_RATIO_BOUND  # false for NaN, which passes through
-        given = [torch.where(is_beyond, leaves[0].detach(), leaves[0]), advantages.detach().clone()]
-        if loss.takes_log_probs:
-            leaves.append(log_probs.detach().clone().requires_grad_())
-            given.append(leaves[1].clone())
-        returned = loss.function(*given, **{name: vector.detach().clone() for name, vector in vectors.items()}, **keywords)
-        result = returned if isinstance(returned, LossValue) else LossValue(returned)
-        _check_result(loss, result, log_ratio)
-        derivative = None if prefers_autograd and result.value.requires_grad else result.derivative
-        if derivative is None:
-            derivative = _derivative(loss, result.value, leaves)
-        elif not loss.takes_log_probs:
-            derivative = torch.where(is_beyond, 0.0, derivative)
-    is_clipped = torch.zeros_like(log_ratio, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
-    return LossValues(result.value.detach(), derivative.detach(), is_clipped)
-
-
-def _derivative(loss: PolicyLoss, value: Tensor, leaves: list[Tensor]) -> Tensor:
-    if not value.requires_grad:
-        return torch.zeros_like(value)
-    gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
-    found = [gradient for gradient in gradients if gradient is not None]
-    if not found:
-        raise DataError(
-            f"policy loss {loss.name!r} returned a value with a gradient of its own, and none by log_ratio or log_probs: compute "
-            "it from them; a number that is trained elsewhere, such as a torch.nn.Parameter, must be detached"
-        )
-    return sum(found[1:], found[0])
-
-
-def _check_result(loss: PolicyLoss, result: LossValue, like: Tensor) -> None:
-    for name, tensor in (("value", result.value), ("derivative", result.derivative), ("is_clipped", result.is_clipped)):
-        if tensor is None and name != "value":
-            continue
-        dtype = torch.bool if name == "is_clipped" else like.dtype
-        wanted, found = f"{tuple(like.shape)} {dtype}", type(tensor).__name__
-        if isinstance(tensor, Tensor):
-            found = f"{tuple(tensor.shape)} {tensor.dtype}"
-            if (tensor.layout, tensor.device) != (like.layout, like.device):
-                wanted, found = (f"{words} with {of.layout} on {of.device}" for words, of in ((wanted, like), (found, tensor)))
-        if found != wanted:
-            raise DataError(
-                f"policy loss {loss.name!r} returned {found} as its {name}: it must be {wanted}, one number for each of its "
-                "inputs; return megatron_rl.LossValue(value, derivative, is_clipped)"
-            )

@@ -86,7 +86,7 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": estimator} for estimator in KL_ESTIMATORS.names()},
     "entropy": {"entropy_coefficient": 0.1},
     "temperature": {"policy_temperature": 0.7},
-    **{name: _correction(name, next(iter(CORRECTIONS.find(name).bounds))) for name in CORRECTIONS.names()},
+    **{name: _correction(name, next(iter(CORRECTIONS[name].bounds))) for name in CORRECTIONS.names()},
     "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},

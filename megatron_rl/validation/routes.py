@@ -110,19 +110,19 @@ class Settings:
 
     @cached_property
     def loss(self) -> PolicyLoss | None:
-        return POLICY_LOSSES.find_or_none(self.config.policy_loss)
+        return POLICY_LOSSES.find(self.config.policy_loss)
 
     @cached_property
     def record(self) -> AggregationRecord | None:
-        return AGGREGATIONS.find_or_none(self.config.loss_aggregation)
+        return AGGREGATIONS.find(self.config.loss_aggregation)
 
     @cached_property
     def correction(self) -> CorrectionKind | None:
-        return CORRECTIONS.find_or_none(self.config.importance_correction)
+        return CORRECTIONS.find(self.config.importance_correction)
 
     @cached_property
     def kl_estimator(self) -> KLEstimator | None:
-        return KL_ESTIMATORS.find_or_none(self.config.kl_estimator)
+        return KL_ESTIMATORS.find(self.config.kl_estimator)
 
 
 def flag_of(field_name: str) -> str:
