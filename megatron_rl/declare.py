@@ -91,10 +91,10 @@ class Registry(dict[str, Record]):
         self[name] = same
         return same
 
-    def find(self, name: Any) -> Record | None:
+    def find(self, name: object) -> Record | None:
         """None where the name is wrong: for what a rule judges while another one reports it."""
         try:
-            return self[name]
+            return self[str(name)]
         except ConfigError:
             return None
 

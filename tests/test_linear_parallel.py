@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import CLIP, OfLayouts, counted_collectives, error_of, last_rank_alone, without_needless_clip, zigzag
+from helpers import CLIP, OfLayouts, counted_collectives, error_of, last_rank_alone, names_forgotten, without_needless_clip, zigzag
 from linear_cases import HeadBatch, budget, every_term, head_batch
 
-from megatron_rl.declare import POLICY_LOSSES, LossValue, register_policy_loss
+from megatron_rl.declare import LossValue, register_policy_loss
 from megatron_rl.layout.groups import REDUCE_SCATTER, resolve_groups
 from megatron_rl.policy_loss import linear_policy_loss
 from megatron_rl.testing.ranks import RankPool
@@ -175,8 +175,7 @@ def gspo_by_tokens(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_rat
 
 @pytest.fixture(scope="module", autouse=True)
 def registry_of_this_file_alone():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES))
+    with names_forgotten():
         register_policy_loss(BY_TOKENS, needs=("mean_log_ratio",), clip_ratios=(3e-4, 4e-4))(gspo_by_tokens)
         yield
 

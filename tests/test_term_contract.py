@@ -274,10 +274,10 @@ def test_a_loss_multiplies_by_the_factors_of_the_function(name, level, backend):
 
 @BOTH
 def test_an_unknown_name_raises_everywhere(registry):
-    field = {KL_ESTIMATORS: "kl_estimator", CORRECTIONS: "importance_correction"}[registry]
+    field = {"KL estimator": "kl_estimator", "importance correction": "importance_correction"}[registry.kind]
     message = f"{registry.kind} 'k9' is not registered; known: {', '.join(registry.names())}"
     with pytest.raises(ConfigError, match="is not registered"):
-        registry.find("k9")
+        registry["k9"]
     assert any(message in problem for problem in find_problems(Settings(config=PolicyLossConfig(**{field: "k9"}))))
     batch, ones = random_batch([3]), torch.ones(2, dtype=torch.float64)
     calls = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import isgeneratorfunction, signature
 
 import pytest
+from helpers import names_forgotten
 from validation_cases import ALLOWED, NOT_WARNED, REFUSED, WARNED, judge, launch, warnings_at
 
 from megatron_rl.declare import POLICY_LOSSES
@@ -18,11 +19,14 @@ ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row 
 
 
 @pytest.fixture(autouse=True)
-def only_built_in_names(monkeypatch):
+def only_built_in_names():
     """Names that other tests registered would show up in messages, and ours in theirs."""
-    for registry in (AGGREGATIONS, POLICY_LOSSES):
-        built_in = {name: registry.find(name) for name in registry.names() if registry.is_built_in(name)}
-        monkeypatch.setattr(registry, "records", built_in)
+    with names_forgotten():
+        for registry in (AGGREGATIONS, POLICY_LOSSES):
+            for name in registry.names():
+                if not registry.is_built_in(name):
+                    del registry[name]
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,12 +23,13 @@ import verl_cases as cases
 from adapter_cases import CORRECTIONS, SAMPLER_GAP
 from dense_row_cases import AGGREGATIONS, largest_error, samples_of, truth
 from forked import forked
+from helpers import names_forgotten
 from host_checkouts import VERL
 from verl_cases import ActorConfig, Case
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import POLICY_LOSSES, register_policy_loss
+from megatron_rl.declare import register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, model_notes, verl, verl_loss, verl_plugin, verl_step
 from megatron_rl.hosts.choice import value_at
@@ -321,11 +322,11 @@ def test_verls_engine_counts_where_our_loss_trains(monkeypatch):
 # Registration
 
 
-def test_a_loss_of_ones_own_is_in_verls_table_by_its_declared_name(monkeypatch):
-    monkeypatch.setattr(POLICY_LOSSES, "records", dict(POLICY_LOSSES))
-    register_policy_loss("halved")(lambda log_ratio, advantages: -advantages * log_ratio / 2)
+def test_a_loss_of_ones_own_is_in_verls_table_by_its_declared_name():
     tables = cases.emulated_tables()
-    verl_loss.register(tables)
+    with names_forgotten():
+        register_policy_loss("halved")(lambda log_ratio, advantages: -advantages * log_ratio / 2)
+        verl_loss.register(tables)
     assert {"megatron_rl.halved.constant", "megatron_rl.halved.prompt_mean"} <= tables.POLICY_LOSS_REGISTRY.keys()
 
 

@@ -57,7 +57,7 @@ def names_are_registered(launch: Settings) -> Iterator[str]:
         value = getattr(launch.config, name)
         try:
             if value != _DEFAULTS[name]:  # that of a correction is none
-                registry.find(value)
+                registry[str(value)]
         except ConfigError as error:
             meant = _ELSEWHERE.get(str(value).lower().replace("-", "_"))
             yield f"{flag_of(name)}: {error}" + (f". Here {value} is {meant}" if meant else "")
