@@ -1,4 +1,4 @@
-"""One step of a host's training, its cases and its truth in float64 loops. Nothing of the package's losses or weights here."""
+"""One step of a host's training, its cases and its truth by the oracle. Nothing of the package's losses or weights here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
-from helpers import loop_log_probs, loop_sample
 from rollout_cases import COMPANIONS, DOORS, launch
 from torch import Tensor
+
+from megatron_rl.testing import oracle
+from megatron_rl.testing.oracle import DenseSettings, StepTerms, scores_of
 
 VOCAB_SIZE = 7
 DIVISOR = 24.0
@@ -113,7 +115,8 @@ def dense_step(has_masked_sample: bool, has_segments: bool = False) -> DenseStep
 
 def sample_log_probs(sample: DenseSample, logits: Tensor) -> Tensor:  # [all tokens, V] -> [response]
     first = sample.start + sample.prompt - 1
-    return loop_log_probs(logits[first : first + sample.response], torch.tensor(sample.tokens[sample.prompt :]))
+    labels = sample.tokens[sample.prompt :]
+    return scores_of(logits[first : first + sample.response], labels, DenseSettings()).log_probs
 
 
 def normalised_rewards(step: DenseStep) -> list[float]:
@@ -127,46 +130,31 @@ def normalised_rewards(step: DenseStep) -> list[float]:
     return found
 
 
-def sample_weights(step: DenseStep, aggregation: str) -> list[float]:
-    """N and m_i are those of rollouts, which are samples where each has one."""
-    counts = [sum(sample.mask) for sample in step.samples]
-    num_rollouts = len({sample.rollout for sample in step.samples})
-    weights = []
-    for sample, count in zip(step.samples, counts, strict=True):
-        pairs = list(zip(step.samples, counts, strict=True))
-        divisor = {
-            "sample_mean": num_rollouts * sum(n for other, n in pairs if other.rollout == sample.rollout),
-            "prompt_mean": len({other.group for other in step.samples})
-            * sum(n for other, n in pairs if other.group == sample.group),
-            "token_mean": sum(counts),
-            "constant": DIVISOR * num_rollouts,
-        }[aggregation]
-        weights.append(1.0 / divisor if count else 0.0)
-    return weights
-
-
-def sample_loss(step: DenseStep, index: int, logits: Tensor, advantage: float, estimator: str) -> Tensor:
-    """The sum over the sample's unmasked tokens of the loss, token by token."""
-    low, high = CLIPS[estimator]
-    sample = step.samples[index]
-    kept = [t for t in range(sample.response) if sample.mask[t]]
-    new, old = sample_log_probs(sample, logits), step.old_log_probs[index]
-    values = loop_sample(estimator, [new[t] for t in kept], [old[t] for t in kept], [advantage] * len(kept), low, high)
-    for _, _, log_ratio in values:
-        number = float(log_ratio.detach().exp())
-        assert min(abs(number - 1 + low), abs(number - 1 - high)) > 1e-5, "float32 would decide this clip"
-    return sum((value for value, _, _ in values), logits[:0].sum())
-
-
 @functools.cache
 def truth(aggregation: str, estimator: str, has_masked_sample: bool, has_segments: bool = False) -> tuple[float, Tensor]:
     """(loss of the step, its gradient by the dense logits)."""
     step = dense_step(has_masked_sample, has_segments)
-    logits = step.logits.clone().requires_grad_()
-    loss = logits[:0].sum()
-    pairs = zip(sample_weights(step, aggregation), normalised_rewards(step), strict=True)
-    for index, (weight, advantage) in enumerate(pairs):
-        loss = loss + weight * sample_loss(step, index, logits, advantage, estimator)
+    logits, (low, high) = step.logits.clone().requires_grad_(), CLIPS[estimator]
+    settings = DenseSettings(loss=estimator, low=low, high=high, aggregation=aggregation, divisor=DIVISOR)
+    samples, rows, labels = [], [], []
+    for sample, old, advantage in zip(step.samples, step.old_log_probs, normalised_rewards(step), strict=True):
+        kept, response = [t for t in range(sample.response) if sample.mask[t]], sample.tokens[sample.prompt :]
+        rows += [sample.start + sample.prompt - 1 + t for t in kept]
+        labels += [response[t] for t in kept]
+        samples.append(
+            oracle.DenseSample(
+                labels=response,
+                mask=list(map(bool, sample.mask)),
+                advantages=[advantage] * sample.response,
+                old=old.tolist(),
+                rollout=None,
+                ref=None,
+                importance=[1.0] * sample.response,
+                prompt=sample.group,
+                rollout_id=sample.rollout,
+            )
+        )
+    loss = StepTerms(samples, scores_of(logits[rows], labels, settings), settings).loss()
     (gradient,) = torch.autograd.grad(loss, logits)
     return float(loss.detach()), gradient
 

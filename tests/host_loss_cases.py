@@ -1,19 +1,20 @@
-"""A step of samples as a host lays it out over its ranks, its loss by loops in float64, and hooks.custom_loss run on it."""
+"""A step of samples as a host lays it out over its ranks, its loss by the oracle, and hooks.custom_loss run on it."""
 
 from __future__ import annotations
 
 import math
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
-from helpers import loop_entropy, loop_log_probs, loop_sample, zigzag
+from helpers import zigzag
 from host_cases import ICEPOP as FUNCTIONS
 from torch import Tensor
 
 from megatron_rl.hosts.loss import custom_loss
+from megatron_rl.testing.oracle import ESTIMATORS, DenseSample, DenseSettings, Scores, StepTerms, k3, token_weights
 
 VOCAB_SIZE = 8
 DIVISOR = 16.0
@@ -68,7 +69,7 @@ class Sample:
 
     def scores(self, rows: Tensor, index: list[int]) -> Tensor:  # [n, V] of these response tokens -> [n] log-probabilities
         labels = self.tokens[self.prompt + torch.tensor(index, dtype=torch.int64)]
-        return loop_log_probs(self.over_kept(rows, index), labels, temperature=TEMPERATURE)
+        return (self.over_kept(rows, index) / TEMPERATURE).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
 
 
 @dataclass
@@ -209,7 +210,7 @@ _ANSWERS: dict[str, tuple] = {}
 
 
 def oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
-    """The oracle's answer, computed once for each case: the loops take longer than what they judge."""
+    """(the step's loss, its gradient by each sample's logits, the step's metrics under the hosts' names); computed once a case."""
     if repr(case) not in _ANSWERS:
         _ANSWERS[repr(case)] = _oracle(case)
     loss, gradients, metrics = _ANSWERS[repr(case)]
@@ -217,102 +218,101 @@ def oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
 
 
 def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
-    """(the step's loss, its gradient by each sample's logits, the step's metrics), written as the hosts' documents say it."""
-    args, samples = case.args(), case.samples()
+    samples, settings = case.samples(), vars(case.args())
     leaves = [sample.logits.clone().requires_grad_() for sample in samples]
-    of_rollout = Counter()
-    for sample in samples:
-        of_rollout[sample.rollout] += sum(sample.mask)
-    num_tokens, settings = sum(of_rollout.values()), vars(args)
-    sums: Counter = Counter()
-    for sample, leaf in zip(samples, leaves, strict=True):
-        tokens = sample.unmasked()
-        if not tokens:
-            continue
-        mean = 1.0 / num_tokens if args.calculate_per_token_loss else 1.0 / (case.num_rollouts * of_rollout[sample.rollout])
-        has_companion = "custom_reward_post_process_path" in settings
-        weight = 1.0 / (case.num_rollouts * DIVISOR) if args.loss_aggregation == "constant" and not has_companion else mean
-        index = torch.tensor(tokens)
-        rows = leaf[sample.prompt - 1 + index]
-        new, entropies = sample.scores(rows, tokens), loop_entropy(rows, temperature=TEMPERATURE)
-        recorded = {key: [float(sample.values[key][j]) for j in tokens] for key in sample.values}
-        old = recorded["rollout_log_probs"] if settings.get("use_rollout_logprobs") else recorded["log_probs"]
-        if "log_probs" in case.without and not settings.get("use_rollout_logprobs"):
-            old = new.tolist()
-        advantages, clip = recorded["advantages"], (settings["eps_clip"], settings["eps_clip_high"])
-        found = loop_sample(settings["advantage_estimator"], list(new), old, advantages, *clip)
-        factors, corrected = token_factors(settings, recorded, old, new.tolist())
-        ratios = [float(log_ratio.detach().exp()) for _, _, log_ratio in found]
-        effective = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
-        num_counted = len(ratios) / num_tokens if args.calculate_per_token_loss else 1.0 / case.num_rollouts
-        sums["ess_ratio"] += effective * num_counted
-        for k, (value, is_clipped, log_ratio) in enumerate(found):
-            if settings.get("eps_clip_c") is not None and advantages[k] < 0:
-                value = value.clamp(max=-settings["eps_clip_c"] * advantages[k])
-            sums["pg_loss"] += weight * factors[k] * value
-            sums["entropy_loss"] += mean * entropies[k]
-            sums["kl_loss"] += mean * kl_value(settings, new[k], recorded["ref_log_probs"][k], old[k])
-            sums["pg_clipfrac"] += mean * float(is_clipped)
-            sums["ppo_kl"] -= mean * float(log_ratio.detach())
-            sums["ois"] += mean * ratios[k]
-            for name, of_tokens in corrected.items():
-                sums[name] += mean * of_tokens[k]
-            compared = float(new[k].detach()) if case.host == "slime" and settings.get("use_rollout_logprobs") else old[k]
-            sums["train_rollout_logprob_abs_diff"] += mean * abs(compared - recorded["rollout_log_probs"][k])
-            back = old[k] - recorded["rollout_log_probs"][k]
-            sums["train_rollout_kl"] += mean * (math.exp(back) - back - 1)
-            if sample.kept is not None:
-                sums["kept_ids"] += mean * len(sample.kept[tokens[k]])
-    loss = sums["pg_loss"] - settings.get("entropy_coef", 0.0) * sums["entropy_loss"]
-    if settings.get("use_kl_loss"):
-        loss = loss + settings["kl_loss_coef"] * sums["kl_loss"]
+    step = [dense_sample(case, sample) for sample in samples]
+    of_policy, mean_of = dense_settings(settings)
+    rows = [leaf[sample.prompt - 1 + torch.tensor(sample.unmasked()).long()] for sample, leaf in zip(samples, leaves, strict=True)]
+    new = torch.cat([sample.scores(of_one, sample.unmasked()) for sample, of_one in zip(samples, rows, strict=True)])
+    log_p = torch.log_softmax(torch.cat(rows) / TEMPERATURE, -1)
+    scores = Scores(new, -(log_p.exp() * log_p).sum(-1), new)
+    terms = StepTerms(step, scores, of_policy)
+    is_clipped = StepTerms(step, scores, replace(of_policy, parameters={})).is_clipped  # the hosts do not count the dual clip
+    counts = [len(tokens) for tokens in terms.of_samples]
+    weights = token_weights(step, counts, replace(of_policy, aggregation=mean_of))
+    of_tokens = torch.tensor([weights[owner] for owner in terms.owners], dtype=torch.float64)
+
+    def mean(values: Tensor) -> Tensor:
+        return (of_tokens * values).sum()
+
+    log_ratio = terms.log_ratio
+    if of_policy.loss == "gspo":
+        log_ratio = torch.cat([log_ratio[tokens].mean().expand(len(tokens)) for tokens in terms.of_samples if tokens])
+    kl, trained = ESTIMATORS[of_policy.kl_estimator](new, terms.given("ref"), terms.log_ratio)
+    entropy, kl = mean(scores.entropy), mean(kl.detach() + trained - trained.detach())
+    loss = terms.policy - settings.get("entropy_coef", 0.0) * entropy
+    loss = loss + settings["kl_loss_coef"] * kl if settings.get("use_kl_loss") else loss
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     gradients = [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, gradients, strict=True)]
-    metrics = {"loss": float(loss.detach()), **{key: float(torch.as_tensor(value).detach()) for key, value in sums.items()}}
-    return loss.detach(), gradients, metrics
-
-
-def kl_value(settings: dict, log_prob: Tensor, ref: float, old: float) -> Tensor:  # 0-d each
-    """Autograd differentiates the ratio too, so that `unbiased` has the derivative ratio x difference."""
-    difference, kind = log_prob - ref, settings.get("kl_estimator") or settings["kl_loss_type"]
-    k3 = (-difference).exp() + difference - 1
-    if settings.get("use_unbiased_kl"):
-        return (log_prob - old).exp() * k3
-    return {"k1": difference, "k2": difference.square() / 2}.get(kind, k3)
-
-
-def token_factors(
-    settings: dict, recorded: dict[str, list[float]], old: list[float], new: list[float]
-) -> tuple[list[float], dict[str, list[float]]]:
-    """(the correction's factor of each token of a sample, the values of the metrics tis, ... at each token)."""
-    bounds = settings.get("tis_clip_low", 0.0), settings.get("tis_clip", math.inf)
-    kind = "none" if not settings.get("use_tis") else "tis"
-    kind = "icepop" if "icepop" in settings.get("custom_tis_function_path", "") else kind
-    if "importance_correction" in settings:
-        kind = settings["importance_correction"]
-        bounds = settings["importance_correction_low"], settings["importance_correction_high"]
-    rollout, number = recorded["rollout_log_probs"], len(old)
-    logs = [before - sampled for before, sampled in zip(old, rollout, strict=True)]
-    if settings.get("importance_correction_level") == "sequence_mean":
-        logs = [sum(logs) / number] * number
-    ratios, (low, high) = [math.exp(log) for log in logs], bounds
-    is_outside = [not low <= ratio <= high for ratio in ratios]
-    factors = {
-        "none": [1.0] * number,
-        "tis": [min(max(ratio, low), high) for ratio in ratios],
-        "icepop": [0.0 if outside else ratio for ratio, outside in zip(ratios, is_outside, strict=True)],
-        "mask": [0.0 if outside else 1.0 for outside in is_outside],
-    }[kind]
-    divergence = sum(sampled - now for sampled, now in zip(rollout, new, strict=True)) / number
-    is_dropped = bool(settings.get("use_opsm")) and recorded["advantages"][0] < 0 and divergence > settings["opsm_delta"]
-    assert not is_dropped or divergence - settings["opsm_delta"] > 1e-5, "float32 would decide this"
+    ratios, (low, high) = log_ratio.exp(), terms.bounds
+    of_samples = [sum(ratios[tokens]) ** 2 / ratios[tokens].square().sum() / len(tokens) for tokens in terms.of_samples if tokens]
+    sizes = [len(tokens) / len(new) if mean_of == "token_mean" else 1 / case.num_rollouts for tokens in terms.of_samples if tokens]
+    compared = new if case.host == "slime" and settings.get("use_rollout_logprobs") else terms.old
     metrics = {
-        "tis": ratios,
-        "tis_abs": [abs(ratio - 1) for ratio in ratios],
-        "tis_clipfrac": [float(outside) for outside in is_outside],
-        "opsm_clipfrac": [float(is_dropped)] * number,
+        "loss": loss,
+        "pg_loss": terms.policy,
+        "entropy_loss": entropy,
+        "kl_loss": kl,
+        "pg_clipfrac": mean(is_clipped.double()),
+        "ppo_kl": -mean(log_ratio),
+        "ess_ratio": sum(size * one for size, one in zip(sizes, of_samples, strict=True)),
+        "ois": mean(ratios),
+        "tis": mean(terms.ratios),
+        "tis_abs": mean((terms.ratios - 1).abs()),
+        "tis_clipfrac": mean(((terms.ratios < low) | (terms.ratios > high)).double()),
+        "opsm_clipfrac": mean(terms.is_off_policy.double()),
+        "train_rollout_logprob_abs_diff": mean((compared - terms.rollout).abs()),
+        "train_rollout_kl": mean(k3(terms.rollout - terms.old)),
     }
-    return [0.0] * number if is_dropped else factors, metrics
+    if case.keeps:
+        sizes = [len(sample.kept[place]) for sample in samples for place in sample.unmasked()]
+        metrics["kept_ids"] = mean(torch.tensor(sizes).double())
+    return loss.detach(), gradients, {name: float(value.detach()) for name, value in metrics.items()}
+
+
+def dense_sample(case: Case, sample: Sample) -> DenseSample:
+    given = {name: values.tolist() for name, values in sample.values.items()}
+    of_rollout = case.settings.get("use_rollout_logprobs")
+    is_on_policy = "log_probs" in case.without and not of_rollout
+    return DenseSample(
+        labels=sample.tokens[sample.prompt :].tolist(),
+        mask=list(map(bool, sample.mask)),
+        advantages=given["advantages"],
+        old=None if is_on_policy else given["rollout_log_probs" if of_rollout else "log_probs"],
+        rollout=given["rollout_log_probs"],
+        ref=given["ref_log_probs"],
+        importance=[1.0] * len(sample.mask),
+        prompt=sample.rollout,
+        rollout_id=sample.rollout,
+    )
+
+
+def dense_settings(settings: dict) -> tuple[DenseSettings, str]:
+    """What the hosts' flags mean, and the aggregation of all terms but the policy's. With the reward companion the rewards have
+    the weights, and the host takes its own mean."""
+    mean_of = "token_mean" if settings["calculate_per_token_loss"] else "sample_mean"
+    is_constant = settings["loss_aggregation"] == "constant" and "custom_reward_post_process_path" not in settings
+    correction, bounds = "none", (settings.get("tis_clip_low", 0.0), settings.get("tis_clip", math.inf))
+    if settings.get("use_tis"):
+        correction = "icepop" if "icepop" in settings.get("custom_tis_function_path", "") else "tis"
+    if "importance_correction" in settings:
+        correction = settings["importance_correction"]
+        bounds = settings["importance_correction_low"], settings["importance_correction_high"]
+    estimator = settings.get("kl_estimator") or settings["kl_loss_type"].replace("low_var_kl", "k3")
+    found = DenseSettings(
+        loss=settings["advantage_estimator"],
+        low=settings["eps_clip"],
+        high=settings["eps_clip_high"],
+        parameters={"clip_ratio_c": settings["eps_clip_c"]} if "eps_clip_c" in settings else {},
+        aggregation="constant" if is_constant else mean_of,
+        divisor=DIVISOR,
+        correction=correction,
+        level=settings.get("importance_correction_level", "token"),
+        bounds=bounds,
+        sequence_delta=settings["opsm_delta"] if settings.get("use_opsm") else None,
+        kl_estimator="unbiased" if settings.get("use_unbiased_kl") else estimator,
+    )
+    return found, mean_of
 
 
 def micro_batches(case: Case, size: int, dp_rank: int = 0, dp_size: int = 1) -> list[list[int]]:

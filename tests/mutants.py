@@ -53,7 +53,7 @@ JUDGES = {
     "metrics/further.py": "metrics rollout_metrics generated_steps",
     "metrics/step.py": "metrics generated_steps synchronisation",
     "ops/fp32_head.py": "lm_head",
-    "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook step_guard host_flags",
+    "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook step_guard",
     "hosts/batch.py": "custom_loss carrier",
     "hosts/heads/": "host_log_probs log_probs_of_aligner carried_rows roll_head carrier placed_head",
     "hosts/heads/carrie": "carrier placed_head",

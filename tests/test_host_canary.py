@@ -1,4 +1,5 @@
-"""The emulated hosts against checkouts of miles and slime: the same inputs give the same tuple for Megatron and the same metrics.
+"""The emulated hosts against checkouts of miles and slime: the same inputs give the same tuple for Megatron and the same loss; and
+the hosts' own flags, each with its meaning in our loss.
 
 MILES_ROOT=... SLIME_ROOT=... pytest -m host --require host tests/test_host_canary.py
 
@@ -16,9 +17,8 @@ import pytest
 import torch
 from helpers import pool_of
 from host_cases import HostCase, host_args
-from host_emulator import merge_custom_config
+from host_emulator import load_function, merge_custom_config
 from host_harness import RealHost, roots_by_environment
-from host_rank import OWN_CODE, load_function
 from host_ranks import make_host, run_cases, train_data
 
 from megatron_rl.arguments import add_megatron_rl_args
@@ -28,51 +28,32 @@ from megatron_rl.validation import HOST_SWITCHES
 pytestmark = [pytest.mark.host, pytest.mark.megatron]
 ROOTS = roots_by_environment()
 DEFAULT = HostCase("miles", "default", "sample_mean", size=3)
-KL = (("use_kl_loss", True), ("kl_loss_coef", 0.3))
-TIS = (("use_tis", True), ("entropy_coef", 0.2))
+REJECTION = (("use_tis", True), ("custom_tis_function_path", "host_hooks.rejecting_tis"))
+EVERY_TERM = (("use_kl_loss", True), ("kl_loss_coef", 0.3), ("use_tis", True), ("entropy_coef", 0.2))
 PLAIN = {
     "sample_mean": DEFAULT,
     "gspo": replace(DEFAULT, estimator="gspo"),
-    "per token, with a phantom token": replace(DEFAULT, per_token=True, options=(("entropy_coef", 0.1),)),
+    "per token, with a phantom token": replace(DEFAULT, per_token=True),
     "several samples a rollout": replace(DEFAULT, segments=True),
     "one sample a micro-batch": replace(DEFAULT, size=1),
     "recomputed": replace(DEFAULT, options=(("recompute_loss_function", True),)),
-    "dual clip": replace(DEFAULT, options=(("eps_clip_c", 1.2),)),
-    "entropy and k3": replace(DEFAULT, options=(*KL, ("entropy_coef", 0.2))),
-    "k1": replace(DEFAULT, options=(*KL, ("kl_loss_type", "k1"))),
-    "k2": replace(DEFAULT, options=(*KL, ("kl_loss_type", "k2"))),
-    "low_var_kl": replace(DEFAULT, options=(*KL, ("kl_loss_type", "low_var_kl"))),
     "temperature": replace(DEFAULT, options=(("rollout_temperature", 0.7),)),
-    "importance sampling": replace(DEFAULT, options=TIS),
-    "importance sampling, gspo, per token": replace(DEFAULT, estimator="gspo", per_token=True, options=TIS),
-    "rejection sampling": replace(DEFAULT, options=(*TIS, ("custom_tis_function_path", "host_hooks.rejecting_tis"))),
-    "ratio against the rollout engine": replace(DEFAULT, options=(("use_rollout_logprobs", True), *TIS)),
+    "rejection sampling": replace(DEFAULT, options=REJECTION),
     "a reducer of the user's": replace(
         DEFAULT, options=(("custom_pg_loss_reducer_function_path", "host_hooks.sum_by_four_positional_arguments"),)
     ),
     "a custom loss of the user's": replace(
         DEFAULT, options=(("loss_type", "custom_loss"), ("custom_loss_function_path", "host_hooks.advantages_alone"))
     ),
-    "rejection sampling with our reducer": replace(
-        DEFAULT, door="reducer", aggregation="constant", options=(*TIS, ("custom_tis_function_path", "host_hooks.rejecting_tis"))
-    ),
-    "icepop": replace(DEFAULT, options=(*TIS, ("custom_tis_function_path", "icepop"))),
-    "OPSM of the old policy": replace(DEFAULT, options=(("use_opsm", True), *TIS)),
-    "OPSM of the rollout engine, gspo": replace(
-        DEFAULT, estimator="gspo", options=(("use_opsm", True), ("use_rollout_logprobs", True))
-    ),
-    "unbiased KL": replace(DEFAULT, options=(*KL, ("use_unbiased_kl", True))),
-    "unbiased KL, clamped": replace(DEFAULT, options=(*KL, ("kl_loss_type", "low_var_kl"), ("use_unbiased_kl", True)), ref_gap=3.5),
-    "CISPO": replace(DEFAULT, estimator="cispo"),
-    "our custom_loss with every term": replace(DEFAULT, door="custom_loss", options=(*KL, *TIS)),
+    "rejection sampling with our reducer": replace(DEFAULT, door="reducer", aggregation="constant", options=REJECTION),
+    "our custom_loss with every term": replace(DEFAULT, door="custom_loss", options=EVERY_TERM),
 }
-LAID_OUT = ("sample_mean", "entropy and k3", "our custom_loss with every term")
+LAID_OUT = ("sample_mean", "our custom_loss with every term")
 CASES = [
     pytest.param(replace(case, host=host, layout=layout), id=f"{host}, {name}, {layout}")
     for host in sorted(ROOTS) or ["miles"]
     for name, case in PLAIN.items()
     for layout in ("thd", "bshd", "allgather")
-    if name != "CISPO" or OWN_CODE[host].has_cispo
     if layout == "thd" or (name in LAID_OUT and (host, layout) != ("slime", "bshd"))
 ]
 
@@ -114,7 +95,8 @@ def test_emulator_and_checkout_tell_megatron_and_the_dashboard_the_same(pool, ca
         assert not isinstance(real, str), real
         assert emulated.scaled == pytest.approx(real.scaled, rel=3e-6, abs=2e-6)
         assert emulated.num_tokens == real.num_tokens
-        assert emulated.metrics == pytest.approx(real.metrics, rel=3e-6, abs=2e-6)
+        metrics = {name: real.metrics[name] for name in emulated.metrics}
+        assert metrics and emulated.metrics == pytest.approx(metrics, rel=3e-6, abs=2e-6)
         scale = real.gradient.abs().max().clamp(min=1e-3)
         torch.testing.assert_close(emulated.gradient / scale, real.gradient / scale, rtol=0, atol=1e-6)
 
@@ -178,3 +160,66 @@ def test_gspo_with_bshd_and_context_parallelism_still_fails_in_miles(pool):
     for emulated, real in pool.run(gspo_under_bshd, ROOTS, world_size=2, context_parallel_size=2):
         assert isinstance(emulated, str) and "AssertionError" in emulated
         assert isinstance(real, str) and ("AssertionError" in real or "RuntimeError" in real)
+
+
+# The hosts' flags in our loss, against their own loss. tests/test_custom_loss.py has the float64 truth.
+
+EXACT, DIFFERENT, ACTS = 1e-6, 1e-3, 1e-3  # relative to the largest gradient of float32
+OURS, PER_TOKEN = {"door": "custom_loss"}, {"aggregation": "token_mean", "per_token": True}
+SAMPLER = {"use_opsm": True, "opsm_delta": 0.05, "use_rollout_logprobs": True}
+ICEPOP = {"use_tis": True, "custom_tis_function_path": "icepop"}
+# Options, and the fields of the case.
+FLAGS: dict[str, tuple[dict, dict]] = {
+    "tis": ({"use_tis": True}, {}),
+    "tis, gspo, per token": ({"use_tis": True}, {"estimator": "gspo", **PER_TOKEN}),
+    "icepop": (ICEPOP, {}),
+    "icepop, gspo": (ICEPOP, {"estimator": "gspo"}),
+    "OPSM of the sampler": (SAMPLER, {}),
+    "OPSM of the sampler, gspo, per token": (SAMPLER, {"estimator": "gspo", **PER_TOKEN}),
+    "k1": ({"kl_loss_type": "k1"}, {}),
+    "k2": ({"kl_loss_type": "k2"}, PER_TOKEN),
+    "k3 beyond the clamp of low_var_kl": ({"kl_loss_type": "k3"}, {"ref_gap": 3.5}),
+    "low_var_kl": ({"kl_loss_type": "low_var_kl"}, {}),
+    "unbiased": ({"kl_loss_type": "k3", "use_unbiased_kl": True}, {}),
+    "unbiased by the token's ratio": ({"kl_loss_type": "low_var_kl", "use_unbiased_kl": True}, {"estimator": "gspo"}),
+    "cispo": ({}, {"estimator": "cispo"}),
+    "cispo without a lower bound, tis": ({"eps_clip": 5.0, "use_tis": True}, {"estimator": "cispo"}),
+    **{f"dual clip, {name}": ({"eps_clip_c": 1.02}, {"estimator": name}) for name in ("grpo", "gspo")},
+}
+# The host means something else, and a line at start says so.
+UNLIKE: dict[str, tuple[dict, dict]] = {
+    "OPSM of log-probabilities that the trainer recomputes": ({"use_opsm": True, "opsm_delta": 0.005}, {}),
+    "low_var_kl beyond its clamp": ({"kl_loss_type": "low_var_kl"}, {"ref_gap": 3.5}),
+    "unbiased beyond the clamp": ({"kl_loss_type": "low_var_kl", "use_unbiased_kl": True}, {"ref_gap": 3.5}),
+    "unbiased k1": ({"kl_loss_type": "k1", "use_unbiased_kl": True}, {}),
+}
+
+
+def case_of(host: str, options: dict, fields: dict) -> HostCase:
+    options = options | ({"use_kl_loss": True, "kl_loss_coef": 0.3} if "kl_loss_type" in options else {})
+    return replace(DEFAULT, host=host, options=tuple(options.items()), **OURS | fields)
+
+
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
+def test_a_flag_of_the_host_has_its_meaning_in_our_loss(pool, host):
+    """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators."""
+    rows = {name: case_of(host, *row) for name, row in (FLAGS | UNLIKE).items()}
+    rows = {name: case for name, case in rows.items() if host == "slime" or case.estimator != "cispo"}  # miles has none
+    without = {name: replace(c, options=(), estimator=c.estimator.replace("cispo", "grpo")) for name, c in rows.items()}
+    cases = [*rows.values(), *(replace(case, door="default") for case in rows.values()), *without.values()]
+    found = pool.run(run_cases, ROOTS, cases, world_size=2, context_parallel_size=2)[0]
+    assert not [result for result in found if isinstance(result, str)], found
+    for number, name in enumerate(rows):
+        ours, own, plain = found[number :: len(rows)]
+        largest = own.gradient.abs().max()
+        assert float((ours.gradient - plain.gradient).abs().max() / largest) > ACTS, f"{name}: the flag has to act"
+        gap = float((own.gradient - ours.gradient).abs().max() / largest)
+        if name in UNLIKE:
+            assert gap > DIFFERENT, f"{name}: the host's own loss means the same, and the warning at start says that it does not"
+            continue
+        assert gap <= 2 * EXACT, name
+        assert ours.loss == pytest.approx(own.loss, rel=2 * EXACT, abs=2e-7), name
+        assert list(ours.metrics) == list(own.metrics), name
+        # The host divides dropped tokens, masked ones too, by the unmasked ones: its opsm_clipfrac may be beyond 1.
+        for metric in ours.metrics.keys() - {"opsm_clipfrac"}:
+            assert ours.metrics[metric] == pytest.approx(own.metrics[metric], rel=3e-6, abs=2e-6), f"{name}: {metric}"

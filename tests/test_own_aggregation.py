@@ -6,12 +6,13 @@ import re
 import sys
 import textwrap
 from argparse import Namespace
+from unittest import mock
 
 import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, LAYOUT, STEP, S, chain_of, explain, explain_json, stages
-from host_cases import HostCase, dense_step, normalised_rewards, sample_loss
+from host_cases import HostCase
 from host_ranks import run_cases
 from nemo_rl_cases import master_config
 
@@ -23,6 +24,7 @@ from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.args import read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
+from megatron_rl.testing import oracle
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.validation import Settings as ValidatedSettings
 from megatron_rl.validation import find_problems
@@ -237,28 +239,13 @@ def test_launch_config_adds_the_hook_where_the_record_asks_for_it():
     }
 
 
-# In the emulated hosts. N counts rollouts and m_i a rollout's tokens, as the hosts do.
+# In the emulated hosts. R counts rollouts and Mj a rollout's tokens, as the hosts do.
 BY_HAND = {
-    SAMPLE_SUM: lambda n, m, group: 1 / n,
-    OF_GROUPS: lambda n, m, group: m / (n * group),
-    SQUARE_ROOT: lambda n, m, group: 1 / (n * m**0.5),
-    ODD: lambda n, m, group: 1 / (n * (m + 10)),
+    SAMPLE_SUM: lambda n: 1 / n.R,
+    OF_GROUPS: lambda n: n.Mj / (n.R * n.M),
+    SQUARE_ROOT: lambda n: 1 / (n.R * n.Mj**0.5),
+    ODD: lambda n: 1 / (n.R * (n.Mj + 10)),
 }
-
-
-def truth(case: HostCase) -> torch.Tensor:
-    """The gradient of the step by the dense logits."""
-    step = dense_step(case.has_masked_sample, case.segments)
-    counts = [sum(sample.mask) for sample in step.samples]
-    logits, total = step.logits.clone().requires_grad_(), 0.0
-    num_rollouts = len({sample.rollout for sample in step.samples})
-    for index, (sample, advantage) in enumerate(zip(step.samples, normalised_rewards(step), strict=True)):
-        of_rollout = sum(c for other, c in zip(step.samples, counts, strict=True) if other.rollout == sample.rollout)
-        of_group = sum(c for other, c in zip(step.samples, counts, strict=True) if other.group == sample.group)
-        if counts[index]:
-            weight = BY_HAND[case.aggregation](num_rollouts, of_rollout, of_group)
-            total = total + weight * sample_loss(step, index, logits, advantage, case.estimator)
-    return torch.autograd.grad(total, logits)[0]
 
 
 HOSTS, DOORS = ("miles", "slime"), ("default", "reducer", "custom_loss")
@@ -283,7 +270,8 @@ def test_it_is_trained_in_the_emulated_hosts(pool, launch):
     ]
     for case, result in zip(cases, pool.run(run_cases, {}, cases, world_size=1)[0], strict=True):
         assert not isinstance(result, str), f"{case}:\n{result}"
-        wanted = truth(case)
+        with mock.patch.dict(oracle.AGGREGATIONS, BY_HAND):
+            _, wanted = case.truth()
         error = float((result.gradient - wanted).abs().max() / wanted.abs().max())
         assert error <= 1e-6, f"{case}: {error:.2e}"
 
