@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from golden_cases import numbers
+from golden_core import numbers
 from torch import Tensor
 
 SP = {"tensor": 2, "sequence_parallel": True}

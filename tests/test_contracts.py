@@ -1,26 +1,33 @@
-"""Every registered loss against its declaration: derivative and Triton twin; what a loss of one's own may return and may not do."""
+"""Every registered loss, KL estimator and correction against its declaration, and what a loss of one's own may return.
+
+A new one of losses/ is tested here, and needs no further line.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from decimal import Context, Decimal, localcontext
 
 import pytest
 import torch
-from helpers import EXACT, KERNEL_DEVICE, PARAMETERS, loop_log_probs, random_batch, run_loss
-from loss_backends import HAS_TRITON
+from helpers import EXACT, KERNEL_DEVICE, PARAMETERS, random_batch, run_loss
+from loss_backends import KERNEL
 from torch import Tensor
 
-from megatron_rl.declare import LossValue, LossValues, evaluate, get_policy_loss, policy_loss_names, register_policy_loss
+from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel
+from megatron_rl.declare import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, CorrectionValue
+from megatron_rl.losses.kl import KL_ESTIMATORS, KLValue, kl_estimate
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.api import loss_of_log_probs
+from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
 
-WITH_TRITON = [name for name in policy_loss_names() if get_policy_loss(name).triton]
-NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+# Losses
+
 # Ratios that are exactly 1 - low and 1 + high in float64, and far from both; ratios that are bounded, at the bound and beyond.
 EDGE = 0.3
 CLIP = (1 - math.exp(-EDGE), math.exp(EDGE) - 1)
@@ -60,27 +67,14 @@ def with_numbers(names: list[str]) -> list:
     ]
 
 
-def value_alone_of(loss):
+def value_alone_of(record):
+    """Of a loss or an estimator: autograd then computes the derivative."""
+
     def value_alone(*args, **named):
-        returned = loss.function(*args, **named)
-        return returned.value if isinstance(returned, LossValue) else returned
+        returned = record.function(*args, **named)
+        return returned.value if isinstance(returned, LossValue | KLValue) else returned
 
-    return replace(loss, function=value_alone)
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=NEEDS_TRITON)])
-@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
-def test_the_probability_of_a_sampler_is_at_most_1(name, backend):
-    """Its log-probability may be above 0 by rounding. pi = 0.9 and mu = 1: the fall of 0.1 is inside a bound of 0.1001, and that
-    from e^0.01 = 1.01 is not. The KL is mu (0.01 - ln 0.9) = 0.1154 for mu = 1, and 0.1165 for mu = 1.01."""
-    low = {"dppo_tv": 0.1001, "dppo_kl": 0.116}[name]
-    log_probs = torch.tensor([math.log(0.9)], dtype=torch.float32 if backend == "triton" else torch.float64)
-    packed = (None, -torch.ones(1), torch.ones(1, dtype=torch.bool), torch.tensor([0, 1], dtype=torch.int32), torch.ones(1))
-    options = {"rollout_log_probs": torch.tensor([0.01]), "loss_parameters": {"divergence_low": low}, "backend": backend}
-    options = {key: value.to(KERNEL_DEVICE) if isinstance(value, Tensor) else value for key, value in options.items()}
-    tensors = [tensor if tensor is None else tensor.to(KERNEL_DEVICE) for tensor in packed]
-    output = loss_of_log_probs(name, log_probs.to(KERNEL_DEVICE), *tensors, **options, metrics="basic", advantages_per="sample")
-    assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == 0.0
+    return replace(record, function=value_alone)
 
 
 @pytest.mark.parametrize("clip", [CLIP, (0.0, 0.0)], ids=["", "an edge at the ratio 1"])
@@ -98,25 +92,6 @@ def test_the_declared_derivative_is_that_of_the_declared_value(name, has_default
     assert torch.equal(got.value, want.value) and torch.isfinite(got.value).all()
     torch.testing.assert_close(got.derivative, want.derivative, **EXACT)
     assert want.derivative.any(), "the value has a gradient"
-
-
-# At ratio 1 each of these papers has the gradient of REINFORCE.
-@pytest.mark.parametrize("name", policy_loss_names())
-def test_at_ratio_1_the_coefficient_is_minus_the_advantage(name):
-    batch = random_batch([4, 1, 6], num_masked=(1, 0, 2), noise=0.0)
-    logits = loop_log_probs(batch.logits, batch.labels)
-    options = {"rollout_log_probs": logits} if get_policy_loss(name).anchor == "rollout" else {}
-    output = policy_loss(name, leaf := batch.logits.clone().requires_grad_(), *batch.arguments(), **options)
-    output.loss.backward()
-    coefficient = torch.cat(
-        [
-            -w * a * torch.ones(len(d), dtype=torch.float64)
-            for d, w, a in zip(batch.documents, batch.token_weights, batch.advantages, strict=True)
-        ]
-    )
-    one_hot = torch.nn.functional.one_hot(batch.labels, 11)
-    want = torch.where(batch.loss_mask, coefficient, 0.0)[:, None] * (one_hot - batch.logits.softmax(-1))
-    torch.testing.assert_close(leaf.grad, want, **EXACT)
 
 
 @pytest.mark.parametrize("name", [name for name in policy_loss_names() if name != "dro"])
@@ -149,9 +124,20 @@ def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, 
     return LossValues(value, derivative, is_clipped != 0)
 
 
-def assert_twins(got: Tensor, want: Tensor) -> None:
-    # Of float32: e^20 is good to 20 x 2^-24 and an ulp or two of exp.
-    torch.testing.assert_close(got, want, rtol=4e-6, atol=1e-6)
+# Of float32: e^20 is good to 20 x 2^-24 and an ulp or two of exp.
+OF_TWINS = {"rtol": 4e-6, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("of", [evaluate, pytest.param(by_twin, marks=KERNEL)], ids=["torch", "triton"])
+@pytest.mark.parametrize(("name", "low"), [("dppo_tv", 0.1001), ("dppo_kl", 0.116)])
+def test_the_probability_of_a_sampler_is_at_most_1(name, low, of):
+    """Its log-probability may be above 0 by rounding. pi = 0.9 and mu = 1: the fall of 0.1 is inside a bound of 0.1001, and that
+    from e^0.01 = 1.01 is not. The KL is mu (0.01 - ln 0.9) = 0.1154 for mu = 1, and 0.1165 for mu = 1.01."""
+    loss, log_prob = get_policy_loss(name), torch.tensor([math.log(0.9)])
+    given = {"log_ratio": log_prob - 0.01, "advantages": -torch.ones(1), "log_probs": log_prob, "vectors": {}}
+    numbers = loss.resolve_parameters({"divergence_low": low})
+    found = evaluate(loss, **given, keywords=numbers) if of is evaluate else by_twin(loss, given, CLIP, numbers)
+    assert not found.is_clipped.any()
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.25), (0.0, 0.0), (1.0, 0.28)], ids=str)
@@ -159,7 +145,7 @@ def assert_twins(got: Tensor, want: Tensor) -> None:
     ("name", "has_defaults"), with_numbers([name for name in policy_loss_names() if get_policy_loss(name).triton])
 )
 @pytest.mark.kernel
-@NEEDS_TRITON
+@KERNEL[1]
 def test_the_triton_twin_is_the_torch_function(name, has_defaults, clip):
     """Value, derivative and is_clipped of each element; the edges of the clip are a step away, where both round to one side.
     clip_ratio_c is an edge that both round to itself, but on a GPU."""
@@ -172,8 +158,121 @@ def test_the_triton_twin_is_the_torch_function(name, has_defaults, clip):
     parameters = {parameter.name: numbers[parameter.name] for parameter in loss.parameters}
     got, want = by_twin(loss, given, clip, parameters), evaluate(loss, **given, keywords=numbers)
     for of_twin, of_torch in zip(got, want, strict=True):
-        assert_twins(of_twin, of_torch)
+        torch.testing.assert_close(of_twin, of_torch, **OF_TWINS)
     assert loss.clip_ratios is None or want.is_clipped.any() and not want.is_clipped.all()
+
+
+# KL estimators
+
+# Those with an exp of the difference.
+BOUNDED = ("k3", "k3+", "unbiased")
+
+
+def differences(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # log_probs, ref_log_probs, log_ratio
+    """At the bound of the exponents, on both sides of it and far beyond, in all combinations."""
+    sizes = (0.0, 0.3, -0.3, 2.0, -2.0, 20.0, -20.0, 20.5, -20.5, 1e4, -1e4)
+    difference, log_ratio = torch.tensor(list(itertools.product(sizes, sizes)), dtype=dtype).T.contiguous()
+    return difference, torch.zeros_like(difference), log_ratio
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+def test_the_derivative_is_that_of_the_value_where_this_is_declared(name):
+    """FB-59: by autograd in float64, through the ratio too. Beyond the bound of the exponents a derivative is finite, and may be
+    cut."""
+    estimator, given = KL_ESTIMATORS.find(name), differences(torch.float64)
+    value, derivative = kl_estimate(estimator, *given)
+    same, of_value = kl_estimate(value_alone_of(estimator), *given)
+    assert torch.equal(value, same) and value.isfinite().all() and derivative.isfinite().all() and derivative.any()
+    if estimator.is_gradient_of_value:
+        bound = LOG_RATIO_BOUND if name in BOUNDED else math.inf
+        is_inside = (given[0].abs() <= bound) & (given[2].abs() <= bound)
+        # At d = -20 autograd adds two parts of e^20 = 5e8 that cancel to 20: 5e8 x 2^-53 is 3e-9 of it.
+        torch.testing.assert_close(derivative[is_inside], of_value[is_inside], rtol=1e-8, atol=1e-12)
+    else:
+        assert not torch.allclose(derivative, of_value), "then it may be declared"
+    far = torch.tensor([-1e3, -30.0, -LOG_RATIO_BOUND], dtype=torch.float64)
+    value, _ = kl_estimate(name, far, torch.zeros_like(far), torch.zeros_like(far))
+    assert len(set(value.tolist())) == (1 if name in BOUNDED else 3), "exponents stop at the bound"
+
+
+def kl_by_twin(name: str, *given: Tensor) -> list[Tensor]:
+    from twin_kernel import kl_kernel
+
+    from megatron_rl.policy_loss.reduce_triton import triton_of_estimator
+
+    got = [torch.full_like(given[0], math.nan, device=KERNEL_DEVICE) for _ in range(2)]
+    inputs = [x.to(KERNEL_DEVICE) for x in given]
+    kl_kernel[(1,)](*inputs, *got, len(given[0]), KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS.find(name)), BLOCK=128)
+    return [part.cpu() for part in got]
+
+
+@pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS.names() if KL_ESTIMATORS.find(name).triton])
+@pytest.mark.kernel
+@KERNEL[1]
+def test_the_triton_twin_of_an_estimator_is_the_torch_function(name):
+    given = differences(torch.float32)
+    for one, other in zip(kl_by_twin(name, *given), kl_estimate(name, *given), strict=True):
+        torch.testing.assert_close(one, other, **OF_TWINS)
+
+
+# Of float32: a step is 1.2e-7 of a number, and a few of them are taken. A GPU's e^20 is good to 20 x 2^-24 and a step or two.
+# Of float64: at 1e-6 the difference of e^d - 1 and d keeps 2^-53 / 1e-6 of its digits.
+K3_IN = [
+    pytest.param(kl_estimate, torch.float32, 1e-6, id="torch"),
+    pytest.param(kl_estimate, torch.float64, 1e-9, id="torch, float64"),
+    pytest.param(kl_by_twin, torch.float32, 1e-6 if KERNEL_DEVICE == "cpu" else 4e-6, id="triton", marks=KERNEL),
+]
+
+
+@pytest.mark.parametrize(("estimate", "dtype", "tolerance"), K3_IN)
+def test_k3_keeps_its_digits_near_0_and_far_from_it(estimate: Callable, dtype, tolerance):
+    """exp(d) - d - 1 and 1 - exp(d) of float32 numbers are 97 % and 2e-4 off at d = 1e-4: what two close policies are told by.
+    The truth has 50 digits. Up to 1 the twin takes a series, so 1 and its neighbours are among the numbers."""
+    one = torch.ones((), dtype=dtype)
+    sizes = torch.cat([torch.logspace(-6, math.log10(20), 60, dtype=dtype).clamp(max=20), one.nextafter(0 * one)[None], one[None]])
+    d = torch.cat([sizes, -sizes])
+    with localcontext(Context(prec=50)):
+        exact = [(Decimal(x).exp(), Decimal(x)) for x in d.tolist()]
+        wanted = [[float(e - x - 1) for e, x in exact], [float(1 - e) for e, _ in exact]]
+    for found, truth in zip(estimate("k3", torch.zeros_like(d), d, torch.zeros_like(d)), wanted, strict=True):
+        torch.testing.assert_close(found.double(), torch.tensor(truth, dtype=torch.float64), rtol=tolerance, atol=0)
+
+
+# Corrections
+
+
+@pytest.mark.parametrize("name", CORRECTIONS.names())
+def test_a_correction_gives_what_it_drops_the_factor_0(name):
+    """Of ratios on both sides of the bounds, at them and at 1; what is dropped has factor 0, and nothing else has."""
+    kind, (low, high) = CORRECTIONS.find(name), (0.5, 2.0)
+    ratios = torch.tensor([math.exp(-20), 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, math.exp(20)], dtype=torch.float64)
+    returned = kind.function(ratios.clone(), low, high)
+    result = returned if isinstance(returned, CorrectionValue) else CorrectionValue(returned)
+    is_kept = torch.ones_like(ratios, dtype=torch.bool) if result.is_kept is None else result.is_kept
+    assert result.weights.isfinite().all() and (result.weights >= 0).all()
+    assert torch.equal(is_kept, result.weights != 0)
+    assert is_kept[2:7].all(), "bounds are inclusive"
+    assert float(result.weights[4]) == 1.0, "where both policies agree nothing changes"
+
+
+@pytest.mark.parametrize("name", CORRECTIONS.names())
+def test_bounds_are_those_of_the_declaration(name):
+    kind = CORRECTIONS.find(name)
+    for level in CorrectionLevel:
+        problems = list(CorrectionSettings(kind=name, level=level).problems())
+        if None not in kind.bounds.get(level, (None,)):
+            assert not problems and CorrectionSettings(kind=name, level=level).bounds == kind.bounds[level]
+        elif level in kind.bounds:
+            missing = [bound for bound, usual in zip(("low", "high"), kind.bounds[level], strict=True) if usual is None]
+            assert all(f"--importance-correction-{bound}" in problems[0] for bound in missing)
+        else:
+            assert problems == [
+                f"importance_correction={name} does not act at level {level}: choose "
+                + " or ".join(f"--importance-correction-level {one}" for one in kind.bounds)
+            ]
+
+
+# What a loss of one's own may return
 
 
 BATCH = random_batch([4, 3], num_masked=(1, 0))
@@ -234,9 +333,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("wrong", WRONG)
+# Each in one way, and what is refused in other ways at each level too.
+WAYS = list(itertools.product(LEVELS, HEADS))
+REFUSED = [(wrong, *WAYS[number % len(WAYS)]) for number, wrong in enumerate(WRONG)]
+REFUSED += [(wrong, *way) for wrong in ("a column", "one number", "NaN") for way in WAYS]
+
+
+@pytest.mark.parametrize(("wrong", "level", "head"), dict.fromkeys(REFUSED))
 def test_what_is_no_value_is_refused_by_name(wrong, level, head):
     """[T, 1] times [T] would be [T, T], summed without a word."""
     result, message = WRONG[wrong]
