@@ -16,6 +16,7 @@ from megatron_rl import (
     register_loss_aggregation,
     register_policy_loss,
 )
+from megatron_rl.losses.cispo import cispo
 
 SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight, 1 is 100 %")
 
@@ -89,9 +90,23 @@ def negated(log_probs, ref_log_probs):
     return KLValue(difference.square() / 2, -difference)
 
 
+def centred_kl(log_probs, ref_log_probs, log_ratio):
+    """A KL estimator that is wrong: a mean over what is together."""
+    return log_probs - log_probs.mean()
+
+
+def root(ratios, low, high):
+    """A correction: the root of a bounded ratio."""
+    return ratios.clamp(low, high).sqrt()
+
+
 def normalised(ratios, low, high):
     """A correction that is wrong on every layout: a mean over what is together."""
     return ratios.clamp(low, high) / ratios.clamp(low, high).mean()
+
+
+def own_cispo(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high):
+    return cispo(log_ratio, advantages, log_probs, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
 
 
 def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
@@ -126,7 +141,10 @@ def declare() -> None:
     )(truncated)
     register_kl_estimator("own_jeffreys")(jeffreys)
     register_kl_estimator("own_negated")(negated)
+    register_kl_estimator("own_centred_kl")(centred_kl)
     register_correction("own_normalised")(normalised)
+    register_correction("own_root")(root)
+    register_policy_loss("cispo of mine", clip_ratios=(1.0, 0.28), triton="megatron_rl.losses.cispo_triton.cispo")(own_cispo)
     register_loss_aggregation("own_by_hand")(by_hand)
 
 

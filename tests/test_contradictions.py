@@ -1,4 +1,4 @@
-"""Whether a loss of a user's own contradicts its declaration: what the trial finds, what it lets through, what it costs."""
+"""Whether a function of a user's own contradicts its declaration: what the trial finds, what it lets through, what it costs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ import re
 import pytest
 import torch
 
-from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
+from megatron_rl import (
+    KLValue,
+    LossValue,
+    Parameter,
+    bounded_exp,
+    register_correction,
+    register_kl_estimator,
+    register_loss_aggregation,
+    register_policy_loss,
+)
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.declare import FURTHER_INPUTS, policy_loss_names
+from megatron_rl.losses.corrections import CorrectionValue
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.validation import Settings, find_problems, own_functions
 
 SCALE = Parameter("scale", default=0.0, help="multiplies the loss")
+RADIUS = Parameter("radius", default=0.2, help="of the barrier")
 OWN_NUMBERS = torch.Generator().manual_seed(3)
 
 
@@ -38,90 +50,22 @@ def mean_below_zero(log_ratio, advantages):
     return torch.where(advantages > 0, -advantages * ratio, -advantages * ratio / ratio.detach().mean())
 
 
-ON_OTHERS = {
-    "centred": ("token", lambda x, a: surrogate(x, a - a.mean())),
-    "centred samples": ("sequence", lambda x, a: surrogate(x, a - a.mean())),
-    "count": ("token", lambda x, a: surrogate(x, a) / len(a)),
-    "before": ("token", lambda x, a: surrogate(x, a) + 1e-3 * x.cumsum(0)),
-    "own derivative": ("token", own_derivative_of_a_mean),
-    "below 0": ("token", mean_below_zero),
-}
-
-
-@pytest.mark.parametrize("name", ON_OTHERS)
-def test_an_element_that_depends_on_the_others_is_found(name):
-    level, function = ON_OTHERS[name]
-    (message,) = found_in(function, level)
-    element = "token" if level == "token" else "sample"
-    assert f"policy_loss=mine depends at one {element} on the others, so it would change with the layout" in message
-
-
-@pytest.mark.parametrize("read", ["log_ratio", "advantages", "log_probs", *FURTHER_INPUTS])
-def test_every_input_of_the_others_shows(read):
-    """A loss that reads the longest sample of the batch was let through: the others had the same lengths."""
-
-    def of_all(log_ratio, advantages, log_probs, **further):
-        vector = {"log_ratio": log_ratio, "advantages": advantages, "log_probs": log_probs, **further}[read]
-        return surrogate(log_ratio, advantages) * (1 + vector.max().detach().abs().log1p() / 10)
-
-    (message,) = found_in(of_all, needs=tuple(name for name in FURTHER_INPUTS if name == read))
-    assert "depends at one token on the others" in message
-
-
-def test_a_clip_that_is_narrower_by_the_longest_sample_shows():
+def narrowed_by_the_longest(log_ratio, advantages, *, token_counts, clip_ratio_low, clip_ratio_high):
     """It acts on few elements alone: those on one side of the clip."""
-
-    def narrowed(log_ratio, advantages, *, token_counts, clip_ratio_low, clip_ratio_high):
-        high = clip_ratio_high * (1 - token_counts / token_counts.max() / 2)
-        ratio = bounded_exp(log_ratio)
-        clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
-        return -torch.minimum(ratio * advantages, clipped * advantages)
-
-    (message,) = found_in(narrowed, "sequence", needs=("token_counts",), clip_ratios=(3e-4, 4e-4))
-    assert "depends at one sample on the others" in message
+    high = clip_ratio_high * (1 - token_counts / token_counts.max() / 2)
+    ratio = bounded_exp(log_ratio)
+    clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def test_a_loss_that_is_not_finite_everywhere_is_found():
-    """It would end the run at the first log-ratio beyond its radius. No other contradiction is told of it."""
-
-    def barrier(log_ratio, advantages, *, radius):
-        return surrogate(log_ratio, advantages) - 0.1 * torch.log(1 - (log_ratio / radius) ** 2)
-
-    (message,) = found_in(barrier, parameters=(Parameter("radius", default=0.2, help="of the barrier"),))
-    found = re.search(r"policy_loss=mine with radius=0.2 is not finite for (\d+) of 4096 probes", message)
-    # Sizes are drawn evenly from 1e-5 to 10 in powers of 10; a 16th is 0, and an 8th above 20.
-    assert int(found[1]) == pytest.approx(4096 / 16 * (13 * math.log10(10 / 0.2) / 6 + 2), rel=0.1)
-
-
-def test_a_loss_that_is_not_finite_at_advantage_0_is_found():
-    (message,) = found_in(lambda log_ratio, advantages: surrogate(log_ratio, advantages) / advantages)
-    assert "not finite for 512 of 4096" in message
-
-
-def test_the_numbers_of_the_run_count():
+def pulled(log_ratio, advantages, *, scale):
     """A coefficient of 0 by default hides what it multiplies."""
-
-    def pulled(log_ratio, advantages, *, scale):
-        return surrogate(log_ratio, advantages) + scale * log_ratio.mean()
-
-    assert found_in(pulled, parameters=(SCALE,)) == ()
-    (message,) = found_in(pulled, settings={"loss_parameters": {"scale": 0.5}}, parameters=(SCALE,))
-    assert "with scale=0.5 depends at one token on the others" in message
+    return surrogate(log_ratio, advantages) + scale * log_ratio.mean()
 
 
-def test_the_clip_of_the_run_counts():
-    def clipped(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
-        whole = log_ratio.mean() if clip_ratio_high > 0.5 else 0.0
-        return -advantages * bounded_exp(log_ratio).clamp(1 - clip_ratio_low, 1 + clip_ratio_high) + whole
-
-    assert found_in(clipped, clip_ratios=(0.2, 0.2)) == ()
-    (message,) = found_in(clipped, clip_ratios=(0.2, 0.2), settings={"clip_ratio_high": 0.9})
-    assert "mine with clip_ratio_low=0.2, clip_ratio_high=0.9 depends" in message
-
-
-def test_a_value_without_a_derivative_is_found():
-    (message,) = found_in(lambda log_ratio, advantages: -advantages * bounded_exp(log_ratio).round())
-    assert "has derivative 0" in message
+def centred_when_wide(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
+    whole = log_ratio.mean() if clip_ratio_high > 0.5 else 0.0
+    return -advantages * bounded_exp(log_ratio).clamp(1 - clip_ratio_low, 1 + clip_ratio_high) + whole
 
 
 def aspo(log_ratio, advantages):
@@ -147,19 +91,71 @@ def clipped_beyond(log_ratio, advantages, log_probs):
     return LossValue(torch.maximum(unclipped, bound), torch.where(unclipped >= bound, unclipped, 0.0))
 
 
-OTHER_DERIVATIVES = {
-    "the other sign": lambda x, a: LossValue(surrogate(x, a), -surrogate(x, a) * (x.abs() <= 20)),
-    "a weight that is not detached": truncated(is_detached=False),
-    "the other sign on one side": aspo,
-    "beyond the bound": clipped_beyond,
+OTHERS, OF_SAMPLES = "mine depends at one token on the others, so it would change", "depends at one sample on the others"
+OTHER_DERIVATIVE = "mine returns a derivative that its value does not have.*detach"
+WITH_COUNTS = {"level": "sequence", "needs": ("token_counts",), "clip_ratios": (3e-4, 4e-4)}
+WIDE = {"clip_ratios": (0.2, 0.2), "settings": {"clip_ratio_high": 0.9}}
+# name -> (function, what is said, declaration and settings)
+FOUND = {
+    "centred": (lambda x, a: surrogate(x, a - a.mean()), OTHERS, {}),
+    "centred samples": (lambda x, a: surrogate(x, a - a.mean()), OF_SAMPLES, {"level": "sequence"}),
+    "count": (lambda x, a: surrogate(x, a) / len(a), OTHERS, {}),
+    "before": (lambda x, a: surrogate(x, a) + 1e-3 * x.cumsum(0), OTHERS, {}),
+    "own derivative of a mean": (own_derivative_of_a_mean, OTHERS, {}),
+    "below 0": (mean_below_zero, OTHERS, {}),
+    "the longest sample": (narrowed_by_the_longest, OF_SAMPLES, WITH_COUNTS),
+    "by the numbers of the run": (
+        *(pulled, "with scale=0.5 depends at one token on the others"),
+        {"parameters": (SCALE,), "settings": {"loss_parameters": {"scale": 0.5}}},
+    ),
+    "by the clip of the run": (centred_when_wide, "mine with clip_ratio_low=0.2, clip_ratio_high=0.9 depends", WIDE),
+    "a clip of tokens": (
+        *(surrogate, "token_clip of mine depends at one token on the others"),
+        {"level": "sequence", "token_clip": lambda x, a: x - x.mean()},
+    ),
+    "not finite at advantage 0": (lambda x, a: surrogate(x, a) / a, "not finite for 512 of 4096", {}),
+    "no derivative": (lambda x, a: -a * bounded_exp(x).round(), "has derivative 0", {}),
+    "the other sign": (lambda x, a: LossValue(surrogate(x, a), -surrogate(x, a) * (x.abs() <= 20)), OTHER_DERIVATIVE, {}),
+    "a weight that is not detached": (truncated(is_detached=False), OTHER_DERIVATIVE, {}),
+    "the other sign on one side": (aspo, OTHER_DERIVATIVE, {}),
+    "beyond the bound": (clipped_beyond, OTHER_DERIVATIVE, {}),
+    "a scalar": (lambda x, a: surrogate(x, a).mean(), "^policy_loss=mine cannot be computed: .*one number for each", {}),
+    "a pair": (lambda x, a: (surrogate(x, a), {}), "^policy_loss=mine cannot be computed: .*returned tuple as its value", {}),
+    "an error": (lambda x, a: surrogate(x, a) + torch.ones(5), "^policy_loss=mine cannot be computed: RuntimeError: The size", {}),
 }
 
 
-@pytest.mark.parametrize("name", OTHER_DERIVATIVES)
-def test_a_derivative_that_the_value_does_not_have_is_found(name):
-    """Autograd and the fused head's second pass would train another loss."""
-    (message,) = found_in(OTHER_DERIVATIVES[name])
-    assert "returns a derivative that its value does not have" in message and "detach" in message
+@pytest.mark.parametrize("name", FOUND)
+def test_a_contradiction_is_found(name):
+    """Autograd and the fused head's second pass would train another loss than the derivative; a sum over what is together another
+    one on each layout."""
+    function, said, declared = FOUND[name]
+    (message,) = found_in(function, **declared)
+    assert re.search(said, message), message
+
+
+@pytest.mark.parametrize("read", ["log_ratio", "advantages", "log_probs", *FURTHER_INPUTS])
+def test_every_input_of_the_others_shows(read):
+    """A loss that reads the longest sample of the batch was let through: the others had the same lengths."""
+
+    def of_all(log_ratio, advantages, log_probs, **further):
+        vector = {"log_ratio": log_ratio, "advantages": advantages, "log_probs": log_probs, **further}[read]
+        return surrogate(log_ratio, advantages) * (1 + vector.max().detach().abs().log1p() / 10)
+
+    (message,) = found_in(of_all, needs=tuple(name for name in FURTHER_INPUTS if name == read))
+    assert OTHERS in message
+
+
+def test_a_loss_that_is_not_finite_everywhere_is_found():
+    """It would end the run at the first log-ratio beyond its radius. No other contradiction is told of it."""
+
+    def barrier(log_ratio, advantages, *, radius):
+        return surrogate(log_ratio, advantages) - 0.1 * torch.log(1 - (log_ratio / radius) ** 2)
+
+    (message,) = found_in(barrier, parameters=(RADIUS,))
+    found = re.search(r"policy_loss=mine with radius=0.2 is not finite for (\d+) of 4096 probes", message)
+    # Sizes are drawn evenly from 1e-5 to 10 in powers of 10; a 16th is 0, and an 8th above 20.
+    assert int(found[1]) == pytest.approx(4096 / 16 * (13 * math.log10(10 / 0.2) / 6 + 2), rel=0.1)
 
 
 class Counting:
@@ -188,60 +184,36 @@ def apart_by_sign(log_ratio, advantages):
 
 
 RIGHT = {
-    "large advantages alone": lambda x, a: surrogate(x, a) * (a.abs() > 50),
-    "ratios from 1.15 to 1.25": lambda x, a: surrogate(x, a) * ((x > math.log(1.15)) & (x < math.log(1.25))),
-    "a ratio of exactly 1": lambda x, a: -a * bounded_exp(x).clamp(1.0, 1.0),
-    "dropout": lambda x, a: torch.nn.functional.dropout(surrogate(x, a), 0.1),
-    "a generator of its own": lambda x, a: surrogate(x, a) * (1 + torch.rand(x.shape, generator=OWN_NUMBERS)),
-    "a state": Counting(),
-    "CISPO by hand": truncated(is_detached=True),
-    "bfloat16": in_bfloat16,
-    "apart by sign": apart_by_sign,
-    "no bound": lambda x, a: -a * x.exp().square(),
-    "switched off": lambda x, a: 0.0 * surrogate(x, a),  # a KL term may be what trains
+    "large advantages alone": (lambda x, a: surrogate(x, a) * (a.abs() > 50), {}),
+    "ratios from 1.15 to 1.25": (lambda x, a: surrogate(x, a) * ((x > math.log(1.15)) & (x < math.log(1.25))), {}),
+    "a ratio of exactly 1": (lambda x, a: -a * bounded_exp(x).clamp(1.0, 1.0), {}),
+    "dropout": (lambda x, a: torch.nn.functional.dropout(surrogate(x, a), 0.1), {}),
+    "a generator of its own": (lambda x, a: surrogate(x, a) * (1 + torch.rand(x.shape, generator=OWN_NUMBERS)), {}),
+    "a state": (Counting(), {}),
+    "CISPO by hand": (truncated(is_detached=True), {}),
+    "bfloat16": (in_bfloat16, {}),
+    "apart by sign": (apart_by_sign, {}),
+    "no bound": (lambda x, a: -a * x.exp().square(), {}),
+    "switched off": (lambda x, a: 0.0 * surrogate(x, a), {}),  # a KL term may be what trains
+    "a coefficient of 0": (pulled, {"parameters": (SCALE,)}),
+    "a narrow clip": (centred_when_wide, {"clip_ratios": (0.2, 0.2)}),
+    "a clip of tokens": (surrogate, {"level": "sequence", "token_clip": lambda x, a: x.clamp(-0.3, 0.3)}),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_loss_that_is_right_or_cannot_be_judged_is_let_through(name):
-    """A wrong refusal ends a run; a fault that is not found here leaves it as it was."""
-    assert found_in(RIGHT[name]) == ()
-
-
-def centred_clip(log_ratio, advantages):
-    return log_ratio - log_ratio.mean()
-
-
-def test_a_clip_of_tokens_that_depends_on_the_others_is_found():
-    (message,) = found_in(surrogate, "sequence", token_clip=centred_clip)
-    assert "token_clip of mine depends at one token on the others" in message
-    assert found_in(surrogate, "sequence", token_clip=lambda x, a: x.clamp(-0.3, 0.3)) == ()
-
-
-NO_RESULTS = {
-    "a scalar": ("token", lambda x, a: surrogate(x, a).mean(), "one number for each of its inputs"),
-    "a pair": ("token", lambda x, a: (surrogate(x, a), {}), "returned tuple as its value"),
-    "an error": ("token", lambda x, a: surrogate(x, a) + torch.ones(5), "cannot be computed: RuntimeError: The size of tensor a"),
-}
-
-
-@pytest.mark.parametrize("name", NO_RESULTS)
-def test_what_cannot_be_a_result_is_told_at_start(name):
-    level, function, said = NO_RESULTS[name]
-    (message,) = found_in(function, level)
-    assert message.startswith("policy_loss=mine cannot be computed: ") and said in message
+    """A wrong refusal ends a run; a fault that is not found here leaves it as it was. The run's random numbers do not move."""
+    function, declared = RIGHT[name]
+    state = torch.get_rng_state()
+    assert found_in(function, **declared) == ()
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", policy_loss_names())
 def test_no_built_in_loss_contradicts_its_declaration(name, monkeypatch):
     monkeypatch.setattr(own_functions.POLICY_LOSSES, "is_built_in", lambda name: False)
     assert list(own_functions.loss_problems(PolicyLossConfig(policy_loss=name))) == []
-
-
-def test_the_run_s_random_numbers_are_as_if_nothing_was_tried():
-    state = torch.get_rng_state()
-    found_in(RIGHT["dropout"])
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")])
@@ -264,3 +236,81 @@ def test_it_is_tried_in_float32_under_every_default():
     finally:
         torch.set_default_dtype(before)
     assert "on the others" in message
+
+
+# Estimators, corrections and aggregations
+
+
+def negated(log_probs, ref_log_probs):
+    d = log_probs - ref_log_probs
+    return KLValue(d.square() / 2, -d)
+
+
+# On few tokens: those that are far from the reference.
+CAPPED = lambda x, reference: torch.minimum((x - reference).square(), (x - reference).detach().abs().max())  # noqa: E731
+WRONG_ESTIMATORS = {
+    "returns a derivative that its value does not have": negated,
+    "has no derivative by log_probs": lambda x, reference: (x - reference).detach().square(),
+    "has derivative 0 everywhere": lambda x, reference: KLValue(x - reference, torch.zeros_like(x)),
+    "depends at one token on the others": CAPPED,
+    "is not finite for": lambda x, reference: (5 * (reference - x)).exp(),
+    "returned (4096, 1) torch.float32 as its value": lambda x, reference: (x - reference)[:, None],
+    "writes into its inputs": lambda x, reference: x.sub_(reference).square(),
+}
+WRONG_CORRECTIONS = {
+    "is not finite": lambda w, low, high: 1 / (w - w),
+    "depends at one token on the others": lambda w, low, high: torch.where(w > 1e3, w.min(), w).clamp(low, high),
+    "returned (4096,) torch.int32 as is_kept: it must be (4096,) torch.bool": lambda w, low, high: CorrectionValue(
+        w, (w <= high).int()
+    ),
+    "returned (2048,) torch.float32 as its weights": lambda w, low, high: w.clamp(low, high)[::2],
+}
+WRONG_WEIGHTS = {
+    "largest": lambda counts, totals: counts / (totals.num_samples * counts.max()),
+    "sum": lambda counts, totals: counts / (totals.num_samples * counts.sum()),
+    "smallest": lambda counts, totals: counts.min() / (totals.num_samples * counts),
+    "count": lambda counts, totals: 1 / (len(counts) * counts),
+    "longest left out": lambda counts, totals: (counts < counts.max()) / (totals.num_samples * counts),
+}
+
+
+def problems(**settings) -> list[str]:
+    return find_problems(Settings(config=PolicyLossConfig(**settings)))
+
+
+@pytest.mark.parametrize("message", WRONG_ESTIMATORS)
+def test_a_wrong_estimator_is_named_at_launch(message):
+    function = WRONG_ESTIMATORS[message]
+    register_kl_estimator("own")(lambda log_probs, ref_log_probs: function(log_probs, ref_log_probs))
+    (problem,) = problems(kl_coefficient=0.1, kl_estimator="own")
+    assert message in problem and problem.startswith("kl_estimator=own")
+
+
+def test_a_gradient_of_another_value_may_be_declared():
+    register_kl_estimator("own", is_gradient_of_value=False)(negated)
+    assert problems(kl_coefficient=0.1, kl_estimator="own") == []
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+def test_no_built_in_estimator_contradicts_its_declaration(name):
+    assert list(own_functions.estimator_problems(KL_ESTIMATORS.find(name))) == []
+
+
+@pytest.mark.parametrize("message", WRONG_CORRECTIONS)
+def test_a_wrong_correction_is_named_at_launch(message):
+    function = WRONG_CORRECTIONS[message]
+    register_correction("own")(lambda ratios, low, high: function(ratios, low, high))
+    (problem,) = problems(importance_correction="own", importance_correction_low=0.5, importance_correction_high=2.0)
+    assert message in problem and problem.startswith("importance_correction=own")
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_a_weight_that_depends_on_the_other_samples_is_refused_at_start(name):
+    """A call has the samples of a micro-batch. One without a formula was compared with nothing."""
+
+    @register_loss_aggregation("of_a_call")
+    def of_a_call(token_counts, totals, *, prompt_token_counts, divisor):
+        return WRONG_WEIGHTS[name](token_counts, totals)
+
+    (problem,) = problems(loss_aggregation="of_a_call")
+    assert "loss_aggregation=of_a_call depends at one sample on the others" in problem

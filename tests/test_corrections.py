@@ -1,6 +1,6 @@
-"""Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, over layouts, and refusals.
+"""Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, and refusals.
 
-Every test with a KL or entropy term sees that these have no factor and keep their denominators.
+test_generated_steps.py has every one of them in whole steps, on every layout, beside a KL and an entropy term.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import (
     CLIP,
-    KERNEL_DEVICE,
-    pool_of,
     random_batch,
     run_loss,
 )
-from linear_cases import head_batch, on_device, run
-from loss_backends import KERNEL, LOSSES, over_backends
+from loss_backends import LOSSES, over_backends
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.further import CORRECTION_STATISTICS
 from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.policy_loss import importance_correction, linear_policy_loss, policy_loss
+from megatron_rl.policy_loss import importance_correction, policy_loss
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
 RATIOS = [[0.4, 1.0], [6.0], [1.0, 2.5, 0.9]]
@@ -117,54 +112,6 @@ def test_the_function_gives_its_statistics_too():
     assert known["correction_kept_samples"] == pytest.approx(1 / 2 + 0 + 1)
 
 
-ranks = pool_of(2, use_megatron=False, timeout=240)
-
-
-def test_context_parallel_ranks_share_the_ratios_of_samples(ranks):
-    """Each rank has half of the tokens: the factors, what is kept, and the fused head's known correction are those of whole
-    samples."""
-    of_samples = CorrectionSettings(kind="icepop", level="sequence_mean", low=0.7, high=1.4, sequence_delta=0.4)
-    known = CorrectionSettings(kind="tis", level="sequence_mean", high=1.2)
-    batch = random_batch([6, 4, 8], num_masked=(0, 1, 0), seed=4)
-    rollout = batch.old_log_probs + torch.linspace(-0.6, 0.8, 18, dtype=torch.float64)
-    token_advantages = batch.advantages.repeat_interleave(torch.tensor([6, 4, 8]))
-    halves = [[document[rank::2] for document in batch.documents] for rank in range(2)]
-
-    def step(rank: int | None):
-        positions, group = (batch.documents, SINGLE) if rank is None else (halves[rank], dist.group.WORLD)
-        own, flat = batch.take(positions), [t for document in positions for t in document]
-        vectors = (own.old_log_probs, rollout[flat], own.loss_mask, own.cu_seqlens)
-        further = {"log_probs": own.old_log_probs - 0.1, "advantages": token_advantages[flat]}
-        found, sums = importance_correction(of_samples, *vectors, **further, cp_group=group)
-        options = {"rollout_log_probs": rollout[flat], "correction": known, "tp_group": SINGLE, "cp_group": group}
-        head = torch.eye(batch.logits.shape[1], dtype=torch.float64)
-        output = linear_policy_loss("grpo", own.logits, head, *own.arguments(), advantages_per="sample", **options, **CLIP)
-        return flat, found.weights, found.is_kept, sums[:-2], output.loss.detach(), output.correction.weights
-
-    _, weights, is_kept, sums, loss, factors = step(None)
-    assert 0 < int(is_kept.sum()) < len(is_kept) and len(set(factors.tolist())) > 2
-    parts = ranks.run(step)
-    for flat, *found in parts:
-        torch.testing.assert_close(found[0], weights[flat])
-        assert torch.equal(found[1], is_kept[flat])
-        torch.testing.assert_close(found[4], factors[flat])
-    torch.testing.assert_close(sum(part[3] for part in parts), sums)
-    torch.testing.assert_close(sum(part[4] for part in parts), loss)
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
-@pytest.mark.parametrize("level", ["token", "sequence_mean"])
-def test_a_number_of_the_sampler_that_is_not_finite_is_told_alone(name, level):
-    """The weights of its sample are made from it, and nobody gave importance weights."""
-    batch = random_batch([3, 3], num_masked=(0, 0))
-    rollout = batch.old_log_probs.clone()
-    rollout[1] = math.nan
-    settings = CorrectionSettings(kind="tis", level=level, high=2.0)
-    message = r"document 0 of the micro-batch has 1 unmasked tokens with a value that is not finite, in rollout_log_probs;"
-    with pytest.raises(DataError, match=message):
-        policy_loss(name, batch.logits, *batch.arguments(), correction=settings, rollout_log_probs=rollout)
-
-
 def test_masked_tokens_may_hold_anything():
     mask = torch.tensor([True, False, True])
     old, rollout = torch.tensor([-1.0, math.nan, -2.0]), torch.tensor([-1.5, math.inf, -2.0])
@@ -187,27 +134,7 @@ def test_an_exponent_is_bounded():
     assert found.ratios.unique().tolist() == pytest.approx([math.exp(20)])
 
 
-# Inside the losses. The factors are loops over samples; the losses are the loops of helpers.py.
-
-CRITERIA = {
-    "tis": {"kind": "tis", "high": 1.1},
-    "icepop": {"kind": "icepop", "low": 0.8, "high": 1.2},
-    "tis of the mean": {"kind": "tis", "level": "sequence_mean", "low": 0.97, "high": 1.03},
-    "mask of the mean": {"kind": "mask", "level": "sequence_mean", "low": 0.9, "high": 1.1},
-    "icepop of the sum": {"kind": "icepop", "level": "sequence_sum", "low": 0.6, "high": 1.7},
-    "off-policy": {"sequence_delta": 0.02},
-    "tis, off-policy": {"kind": "tis", "high": 1.1, "sequence_delta": 0.02},
-    "mask of the mean, off-policy": {"kind": "mask", "level": "sequence_mean", "low": 0.8, "high": 1.2, "sequence_delta": 0.02},
-}
-
-
-def rollout_of(batch, drift=0.12):
-    """Log-probabilities of another engine: each token differs, and each sample as a whole."""
-    generator = torch.Generator().manual_seed(77)
-    lengths = torch.tensor([len(document) for document in batch.documents])
-    of_samples = drift * torch.randn(len(lengths), generator=generator, dtype=torch.float64)
-    noise = 0.15 * torch.randn(len(batch.labels), generator=generator, dtype=torch.float64)
-    return batch.old_log_probs + noise + of_samples.repeat_interleave(lengths)
+# Inside the losses
 
 
 def test_the_metrics_of_a_correction_are_those_by_hand():
@@ -248,40 +175,22 @@ def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction(own_l
         run_loss(LOSSES["grpo"], batch, correction=CorrectionSettings(kind="tis"), **CLIP)
 
 
+OF_SAMPLES = {"kind": "tis", "level": "sequence_mean", "high": 2.0}
+OF_BOTH = {"kind": "mask", "level": "sequence_mean", "low": 0.8, "high": 1.2, "sequence_delta": 0.02}
+
+
 @over_backends
-@pytest.mark.parametrize("settings", [{"kind": "tis"}, CRITERIA["mask of the mean, off-policy"]], ids=["token", "sample"])
-def test_a_sampler_s_log_prob_that_is_not_finite_stops_the_step(backend, settings):
-    """Also where it enters a sum of the sample alone, which the kernels do not read."""
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize(("settings", "value"), [({"kind": "tis"}, math.nan), (OF_SAMPLES, math.inf), (OF_BOTH, math.nan)])
+def test_a_sampler_s_log_prob_that_is_not_finite_stops_the_step(backend, name, settings, value):
+    """Also where it enters a sum of the sample alone, which the kernels do not read, and a bound would hide it. It is told alone:
+    the weights of its sample are made from it, and nobody gave importance weights."""
     batch = random_batch([4, 3], num_masked=(1, 1))
     rollout = batch.old_log_probs.clone()
-    rollout[[0, 5]] = math.nan  # token 0 is masked
+    rollout[[0, 5]] = value  # token 0 is masked
     options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype)}
     if backend.device == "cuda":  # where nobody looks, it is counted
-        assert backend.run(LOSSES["grpo"], batch, **options, **CLIP)[0].num_nonfinite.tolist() == [0, 1]
+        assert backend.run(LOSSES[name], batch, **options, **CLIP)[0].num_nonfinite.tolist() == [0, 1]
         return
-    with pytest.raises(DataError, match="document 1 .*has 1 unmasked tokens .*not finite, in .*rollout_log_probs"):
-        backend.run(LOSSES["grpo"], batch, **options, **CLIP)
-
-
-@pytest.mark.parametrize(
-    ("backend", "criterion", "value"),
-    [
-        *(("torch", c, v) for c in ("tis of the mean", "mask of the mean") for v in (math.nan, math.inf, -math.inf)),
-        *(pytest.param("triton", *row, marks=KERNEL) for row in (("tis of the mean", math.inf), ("mask of the mean", math.nan))),
-    ],
-)
-def test_the_fused_head_refuses_it_where_the_correction_is_known_before(criterion, value, backend):
-    """The sum over the sample is made before the head computes anything, and a clamp or a bound would hide what is not finite. On
-    CUDA, where nobody looks, it is counted."""
-    case = head_batch()
-    rollout = rollout_of(case.batch)
-    rollout[1] = value
-    case, rollout = (case, rollout) if backend == "torch" else (case.to(torch.float32), rollout.float())
-    options = {"correction": CorrectionSettings(**CRITERIA[criterion]), "rollout_log_probs": rollout, "backend": backend}
-    if backend == "triton" and KERNEL_DEVICE == "cuda":
-        case, options = on_device(case, options, KERNEL_DEVICE)
-        output = run(functools.partial(linear_policy_loss, "grpo"), case, **options).output
-        assert output.num_nonfinite.tolist() == [1, 0, 0, 0, 0, 0, 0]
-        return
-    with pytest.raises(DataError, match="document 0 .*not finite, in .*rollout_log_probs"):
-        run(functools.partial(linear_policy_loss, "grpo"), case, **options)
+    with pytest.raises(DataError, match="document 1 .*has 1 unmasked tokens .*not finite, in rollout_log_probs;"):
+        backend.run(LOSSES[name], batch, **options, **CLIP)

@@ -1,4 +1,4 @@
-"""The two registries: what may be registered, how a name is found, and that layout moves nothing in them."""
+"""The registries: what may be registered, and how a name is found."""
 
 from __future__ import annotations
 
@@ -6,29 +6,18 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    CLIP,
-    EXACT,
-    assert_same,
-    by_loop,
-    loop_log_probs,
-    random_batch,
-    run_loss,
-    with_gradient,
-    without_needless_clip,
-)
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from megatron_rl import register_correction, register_kl_estimator
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.count import StepTotals, count_step
-from megatron_rl.declare import LossValue, Parameter, get_policy_loss, import_dotted, policy_loss_names, register_policy_loss
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.count import StepTotals
+from megatron_rl.declare import Parameter, get_policy_loss, import_dotted, policy_loss_names, register_policy_loss
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import nemo_rl, skyrl, verl
+from megatron_rl.losses.corrections import CORRECTIONS
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing import oracle
 from megatron_rl.validation.advice import clip_of_a_mean_clips, numbers_in_words
@@ -78,11 +67,17 @@ def values(log_ratio, advantages):
     return -advantages * log_ratio
 
 
+def kl(log_probs, ref_log_probs):
+    return log_probs - ref_log_probs
+
+
 def test_the_registries_start_with_the_built_in_names():
     assert {*loss_aggregation_names()} == oracle.AGGREGATIONS.keys(), "each has its formula there"
     assert {*policy_loss_names()} == oracle.LOSSES.keys(), "each has its formula there"
     assert {name for name in oracle.LOSSES if get_policy_loss(name).level == "sequence"} == oracle.ONE_RATIO_A_SAMPLE.keys()
     assert {name: get_policy_loss(name).clip_ratios for name in CLIPS} == CLIPS
+    assert set(nemo_rl.KINDS.values()) <= set(CORRECTIONS.names())
+    assert {*skyrl.REDUCTIONS.values(), *verl.AGG_MODES} <= set(loss_aggregation_names())
 
 
 def test_a_users_aggregation_is_found_by_its_name():
@@ -170,6 +165,21 @@ REFUSED = [  # (message, call)
         r"policy loss 'x' must accept \(log_ratio, advantages, \*, clip_ratio_low, clip_ratio_high\)",
         add_loss("x", clip_ratios=(0.2, 0.2)),
     ),
+    (r"must accept \(log_probs, ref_log_probs\)", lambda: register_kl_estimator("x")(lambda log_probs: log_probs)),
+    ("'k3' is already registered by megatron_rl.losses.kl", lambda: register_kl_estimator("k3")(kl)),
+    ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton="twin")),
+    ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton=kl)),
+    ("must be a non-empty string", lambda: register_kl_estimator("")(kl)),
+    ("is not declared: decorate undeclared with @megatron_rl.register_kl_est", lambda: KL_ESTIMATORS.find("my_losses.undeclared")),
+    ("must be a name", lambda: KL_ESTIMATORS.find(3)),
+    (r"must accept \(ratios, low, high\)", lambda: register_correction("x")(lambda ratios: ratios)),
+    ("'tis' is already registered by megatron_rl.losses.corrections", lambda: register_correction("tis")(lambda w, low, high: w)),
+    (
+        r"bounds=\{'turn': \(0, 2\)\} .* must be of levels, token, seq",
+        lambda: register_correction("x", bounds={"turn": (0, 2)}),
+    ),
+    (r"bounds=\{\} .* must be of levels, token, sequence_mean", lambda: register_correction("x", bounds={})),
+    ("acts at levels of samples: leave token out", lambda: register_correction("x", weigh_tokens=abs)),
     (
         r"loss aggregation 'x' must accept \(token_counts, totals, \*, prompt_token_counts, divisor\)",
         lambda: register_loss_aggregation("x")(lambda token_counts: None),
@@ -198,22 +208,24 @@ def test_a_cell_of_a_notebook_may_be_run_again():
         register_policy_loss("of a cell")(values)
 
 
-def test_a_loss_of_ones_own_that_is_not_finite_is_named_and_not_the_labels():
-    register_policy_loss("divided")(lambda log_ratio, advantages: -advantages * log_ratio / 0.0)
-    step = (torch.ones(1), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]), torch.ones(1))
-    with pytest.raises(
-        DataError, match="in what policy loss divided returns for finite inputs.* In divided write bounded_exp"
-    ) as error:
-        policy_loss("divided", torch.zeros(2, 4), torch.tensor([0, 1]), torch.ones(2), *step)
-    assert "label" not in str(error.value)
-
-
 def test_registering_the_same_function_again_changes_nothing():
     """A module that is imported twice registers twice."""
     for _ in range(2):
         register_loss_aggregation("root")(root_mean)
         register_policy_loss("plain")(values)
     assert get_policy_loss("plain").function is values
+
+
+def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_path, monkeypatch):
+    """Its first one was registered when the second raised, and is registered once more when the file is imported again."""
+    text = "from megatron_rl import register_kl_estimator\n"
+    for one, wrong in (("first", ""), ("second", ", triton='twin'")):
+        text += f"\n\n@register_kl_estimator('{one}'{wrong})\ndef {one}(log_probs, ref_log_probs):\n    return log_probs\n"
+    (tmp_path / "two_of_a_user.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="must be the text module.function"):
+            KL_ESTIMATORS.find("two_of_a_user.second")
 
 
 @pytest.mark.parametrize(
@@ -247,75 +259,6 @@ def test_an_aggregation_that_writes_into_its_counts_harms_nothing():
     counts = torch.tensor([1.0, 2.0], dtype=torch.float64)
     assert sample_token_weights("writes", counts, StepTotals(2, None, 3)).tolist() == [1.0, 0.5]
     assert counts.tolist() == [1.0, 2.0]
-
-
-def token_loss_of_a_user(log_ratio, advantages):
-    """Squared log-ratio times the advantage."""
-    return LossValue(advantages * log_ratio.square(), derivative=2 * advantages * log_ratio)
-
-
-def sample_loss_of_a_user(log_ratio, advantages, *, token_counts):
-    """Each token has its sample's summed log-ratio times the advantage: the document's sum has derivative m_i A_i."""
-    return log_ratio * token_counts * advantages
-
-
-def loop_of_a_user(kind, batch, logits):
-    """The two losses above as loops that autograd differentiates."""
-    total = logits[:0].sum()
-    for i, document in enumerate(batch.documents):
-        tokens = [t for t in document if batch.loss_mask[t]]
-        log_ratios = loop_log_probs(logits[tokens], batch.labels[tokens]) - batch.old_log_probs[tokens]
-        terms = log_ratios.square() if kind == "user_token" else log_ratios.sum() * torch.ones(len(tokens), dtype=torch.float64)
-        total = total + batch.token_weights[i].double() * batch.advantages[i] * terms.sum()
-    return total
-
-
-# 12 ragged samples of 5 prompts; one sample is fully masked, one has a single token.
-STEP = random_batch([5, 1, 9, 3, 2, 7, 4, 4, 1, 6, 3, 8], num_masked=(1, 0, 3, 0, 0, 2, 4, 1, 0, 0, 1, 7), seed=20)
-STEP_PROMPTS = [0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 4]
-
-
-MODES, KINDS = [*loss_aggregation_names(), "user_root"], [*policy_loss_names(), "user_token", "user_sample"]
-
-
-# Each loss with one aggregation, in turn, so that each aggregation meets two losses or more.
-@pytest.mark.parametrize(("kind", "mode"), [(kind, MODES[i % len(MODES)]) for i, kind in enumerate(KINDS)])
-@given(where=st.lists(st.integers(0, 5), min_size=12, max_size=12))
-@settings(max_examples=4, derandomize=True, database=None)
-def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mode, where):
-    """FB-01, FB-04, FB-07: micro-batches and dp ranks are nothing but parts of the step (6 bins, some empty).
-
-    Covers everything in the hub, a loss and an aggregation registered here included: denominators reach every path.
-    """
-    register_policy_loss("user_token", "token")(token_loss_of_a_user)
-    register_policy_loss("user_sample", "sequence", needs=("token_counts",))(sample_loss_of_a_user)
-    register_loss_aggregation("user_root")(root_mean)
-    masks = [STEP.loss_mask[document] for document in STEP.documents]
-    totals, counts, prompt_counts, _ = count_step(masks, STEP_PROMPTS)
-    divisor = 8.0 if mode == "constant" else None
-
-    def weights(samples):
-        """Of these samples, from the step's totals: a denominator of the part's own would show."""
-        own = prompt_counts[samples]
-        return sample_token_weights(mode, counts[samples], totals, prompt_token_counts=own, divisor=divisor)
-
-    clip = CLIP if get_policy_loss(kind).clip_ratios else {}
-    front_door = partial(without_needless_clip, policy_loss, kind)
-    step = replace(STEP, token_weights=weights(list(range(12))))
-    leaf = STEP.logits.clone().requires_grad_()
-    whole = front_door(leaf, *step.arguments(), **clip)
-    whole.loss.backward()
-    loss, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(leaf)
-    for part in range(6):
-        samples = [i for i in range(12) if where[i] == part]
-        batch = replace(STEP.take([STEP.documents[i] for i in samples], samples), token_weights=weights(samples))
-        output, of_part = run_loss(front_door, batch, **clip)
-        loss += output.loss.detach()
-        gradient[[t for i in samples for t in step.documents[i]]] = of_part
-    torch.testing.assert_close(loss, whole.loss.detach(), **EXACT)
-    torch.testing.assert_close(gradient, leaf.grad, **EXACT)
-    expected = by_loop(kind, step) if kind in oracle.LOSSES else with_gradient(lambda x: loop_of_a_user(kind, step, x), step.logits)
-    assert_same((whole, leaf.grad), expected)
 
 
 @pytest.mark.parametrize("name", policy_loss_names())

@@ -122,6 +122,7 @@ ROWS += [pytest.param(key, -1.0, *row, id=f"{key}, negated") for key, row in NEG
 @pytest.mark.parametrize("of", [coefficients, coefficients_of_the_oracle], ids=["ours", "the oracle's"])
 @pytest.mark.parametrize(("key", "sign", "options", "expected"), ROWS)
 def test_the_coefficients_are_those_by_hand(key, sign, options, expected, of):
+    """FB-50: a token is clipped on the side alone where its advantage pushes it, and low and high are not swapped."""
     found = of(key.partition(",")[0], sign, **options)
     assert found == pytest.approx([float(x) for x in expected], abs=6e-7 if key == "sapo" else 1e-12)
 

@@ -1,4 +1,4 @@
-"""The estimators of KL(policy, reference): by hand, by enumeration over a small vocabulary, in every backend and head."""
+"""The estimators of KL(policy, reference): by hand, by enumeration over a small vocabulary, and numbers that overflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from helpers import CLIP, random_batch
 from loss_backends import LOSSES, TORCH
 
-from megatron_rl.errors import ConfigError
 from megatron_rl.losses.kl import KL_ESTIMATORS, kl_estimate
 
 LOG_PROBS = torch.tensor([-1.0, -0.5, -2.0, -0.2, -1.5, -3.0], dtype=torch.float64)
@@ -103,7 +102,18 @@ def test_enumeration_shows_which_gradient_each_estimator_has():
     assert error("k2", None)[1] > 1e-2 and error("k3", sampler)[1] > 1e-2
 
 
-def test_an_estimator_without_a_formula_raises():
-    """And does not take the formula of another."""
-    with pytest.raises(ConfigError, match="KL estimator 'k4' is not registered"):
-        kl_estimate("k4", LOG_PROBS, REFERENCE, RATIOS.log())
+@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
+def test_k3_is_bounded_like_the_ratio(difference):
+    """FB-59, FB-93: where the value is saturated the derivative is 0, as autograd gives for the bounded function."""
+    value, derivative = kl_estimate("k3", *torch.tensor([[0.0], [difference], [0.0]], dtype=torch.float64))
+    bounded = math.copysign(20, difference)
+    assert value.item() == pytest.approx(math.exp(bounded) - bounded - 1, rel=1e-12)
+    assert derivative.item() == 0.0
+
+
+def test_k3_is_never_below_zero_in_float32():
+    """exp(d) - d - 1 rounds to -1e-8 for some small d: a KL divergence below 0 in a log. And NaN is not swallowed."""
+    d = torch.linspace(-1e-3, 1e-3, 20_001)
+    assert ((d.exp() - d - 1.0) < 0).any(), "no d of this range shows the rounding"
+    assert (kl_estimate("k3", torch.zeros_like(d), d, d)[0] >= 0).all()
+    assert kl_estimate("k3", *torch.tensor([[0.0], [math.nan], [0.0]]))[0].isnan()

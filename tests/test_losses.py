@@ -1,37 +1,34 @@
-"""What a loss refuses of its advantages, which bits nothing moves, and edges: test_generated_steps.py has values of whole steps."""
+"""What stops a step, what a loss refuses of its advantages, which bits nothing moves, and edges.
+
+test_generated_steps.py has values of whole steps, test_refused.py what is said of wrong arguments.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
-    BATCHES,
-    CLIP,
-    EXACT,
-    assert_same,
-    by_loop,
-    random_batch,
-    run_loss,
-)
-from loss_backends import LOSSES, OF_EACH_LEVEL, over_backends, over_losses
+from helpers import CLIP, EXACT, random_batch, run_loss
+from loss_backends import LOSSES, OF_EACH_LEVEL, over_backends, over_losses, rows_of_losses
+from refused_calls import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.policy_loss import (
     grpo_loss,
     gspo_loss,
     linear_grpo_loss,
     linear_gspo_loss,
     linear_policy_loss,
-    loss_of_log_probs,
     policy_loss,
 )
 
-BATCH = BATCHES["ragged"]
+BATCH = random_batch([5, 1, 9, 3])
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
@@ -62,12 +59,8 @@ def test_advantages_that_fit_both_readings_need_a_word(kind):
     with pytest.raises(DataError, match='fit both 3 samples and 3 tokens.*advantages_per="sample" or "token"'):
         run_loss(LOSSES[kind], batch, **CLIP)
     one_each = random_batch([1, 1, 1], num_masked=(0, 0, 0), seed=9)
-    assert_same(run_loss(LOSSES[kind], one_each, **CLIP), by_loop(kind, one_each))
-
-
-def test_log_probs_have_no_temperature():
-    with pytest.raises(ConfigError, match="temperature=0.7 needs logits"):
-        loss_of_log_probs("grpo", BATCH.old_log_probs, *BATCH.arguments()[1:], temperature=0.7)
+    both = (run_loss(LOSSES[kind], one_each, **said, **CLIP)[1] for said in ({}, {"advantages_per": "sample"}))
+    assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("kind", ["grpo"])
@@ -153,3 +146,74 @@ def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind,
     assert torch.equal(output.policy_loss, want.policy_loss)
     assert torch.equal(output.metrics.values, want.metrics.values)
     torch.testing.assert_close(divided, gradient / 4, **EXACT)
+
+
+# What stops a step
+
+TENSORS = ["logits", "old_log_probs", "advantages", "importance_weights", "ref_log_probs", "labels"]
+
+
+@pytest.mark.parametrize(("kind", "backend", "tensor"), rows_of_losses(TENSORS))
+def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, backend, tensor):
+    """FB-41, FB-135: NaN would train as if on-policy; the message names document and tensor. On CUDA it is counted."""
+    named = "log_probs" if tensor in ("logits", "labels") else tensor
+    for value in (math.nan, math.inf, -math.inf) if backend.name == "torch" else (math.nan,):
+        batch = random_batch([3, 4, 2], num_masked=(0, 1, 0), seed=12)
+        per_token = {"importance_weights": torch.ones(9).double(), "ref_log_probs": batch.old_log_probs.clone()}
+        options = {**per_token, "kl_coefficient": 0.1, "regularizer_weights": torch.ones(3), **CLIP}
+        # Token 5 is unmasked and belongs to document 1.
+        if tensor in options:
+            options[tensor][5] = value
+        elif tensor == "labels":
+            batch.logits[5, batch.labels[5]] = -math.inf
+        else:
+            getattr(batch, tensor)[1 if tensor == "advantages" else 5] = value
+        count = 3 if tensor == "advantages" else 1
+        if backend.device == "cuda":
+            assert backend.run(LOSSES[kind], batch, **options)[0].num_nonfinite.tolist() == [0, count, 0]
+            continue
+        with pytest.raises(
+            DataError, match=f"document 1 of the micro-batch has {count} .* not finite, in .*{named}.*; 1 documents"
+        ):
+            backend.run(LOSSES[kind], batch, **options)
+
+
+OF_TWO = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
+
+
+@pytest.mark.parametrize("tp_group", OF_TWO, ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("call", "columns"), [(loss_of_logits, 4), (loss_of_hidden, 16), (log_probs_of_logits, 16), (log_probs_of_hidden, 16)]
+)
+def test_a_shard_without_a_real_column_is_refused_on_each_rank(call, columns, tp_group):
+    """Of gathered logits the first rank would train the whole vocabulary, and the others nothing. No rank asks another."""
+    with pytest.raises(DataError, match=f"vocab_size={columns} with {columns} columns on each of 2 .* begin at {columns}, "):
+        call(vocab_size=columns, tp_group=tp_group, check_ranks=False)
+    assert vocab_shard(columns, 1.0, columns + 1, tp_group).num_columns == [columns, 1][tp_group.rank()]
+    assert vocab_shard(columns, 1.0, None, tp_group).num_columns == columns
+
+
+FAULTS = {
+    "in log_probs": lambda given: given["logits"].__setitem__((0, slice(None)), math.nan),
+    "token_counts says 9": lambda given: given.update(token_counts=torch.tensor([9, 4])),
+    "advantages vary": lambda given: given["advantages"].__setitem__(0, 7.0),
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+@pytest.mark.parametrize("old", ["given", None], ids=["a delta", "on-policy"])
+def test_bad_data_beside_a_correction_that_reads_the_policy_is_named(old, message):
+    """The correction is in the weights of the micro-batch that is refused."""
+    batch = random_batch([3, 4], num_masked=(0, 0))
+    labels, old_log_probs, _, *others = batch.arguments()
+    given = {"logits": batch.logits.clone(), "advantages": torch.ones(7), "token_counts": torch.tensor([3, 4])}
+    FAULTS[message](given)
+    correction = CorrectionSettings(kind="tis", level="sequence_mean", high=2.0, sequence_delta=None if old is None else 0.1)
+    with pytest.raises(DataError, match=message):
+        gspo_loss(
+            *(given["logits"], labels, None if old is None else old_log_probs, given["advantages"], *others),
+            token_counts=given["token_counts"],
+            advantages_per="token",
+            correction=correction,
+            rollout_log_probs=old_log_probs,
+        )

@@ -13,13 +13,13 @@ TABLE = Path(__file__).with_name("messages.txt")
 FRONT_DOORS = ("policy_loss", "ops/log_probs.py", "ops/linear_head.py")
 # What is said, and by which test it is seen: it takes a device, a second backward, or a loss that misbehaves.
 ELSEWHERE = {
-    ", and none is real. If each rank has the logits": "test_losses_bad_input.py",
+    ", and none is real. If each rank has the logits": "test_losses.py",
     "a second backward through a policy loss": "test_one_read.py",
-    "returned a value with a gradient of its own": "test_loss_contract.py",
-    ", one number for each of its inputs; return megatron_rl.LossValue": "test_loss_contract.py",
+    "returned a value with a gradient of its own": "test_contracts.py",
+    ", one number for each of its inputs; return megatron_rl.LossValue": "test_contracts.py",
     " is not a @triton.jit function": "test_declare.py",
     "token_clip of policy loss ": "test_rank_agreement.py",
-    " needs the entropy of each token, and this call has log-probabilities": "test_own_losses.py",
+    " needs the entropy of each token, and this call has log-probabilities": "test_own.py",
 }
 ROWS = [
     pytest.param(door, changes, id=f"{door.__name__} {', '.join(f'{k}={shown(v)}' for k, v in changes.items())}"[:100])
