@@ -207,33 +207,6 @@ def loop_sample(
     return [*zip(values, is_clipped.tolist(), log_ratio, strict=True)]
 
 
-def loop_policy_loss(
-    kind: str,
-    batch: Batch,
-    logits: Tensor,  # [T, V], requires grad
-    *,
-    low: float,
-    high: float,
-    token_advantages: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """The policy loss of a batch as loops that autograd differentiates; masked tokens and padding are not looked at."""
-    total = logits[:0].sum()
-    for i, document in enumerate(batch.documents):
-        tokens = [t for t in document if batch.loss_mask[t]]
-        if not tokens:
-            continue
-        index = torch.tensor(tokens)
-        log_probs = loop_log_probs(logits[index], batch.labels[index], temperature=temperature)
-        advantages = [batch.advantages[i] if token_advantages is None else token_advantages[t] for t in tokens]
-        values = loop_sample(kind, list(log_probs), [batch.old_log_probs[t] for t in tokens], advantages, low, high)
-        for t, (value, _, _) in zip(tokens, values, strict=True):
-            weight = float(batch.token_weights[i]) * (1.0 if importance_weights is None else float(importance_weights[t]))
-            total = total + weight * value
-    return total
-
-
 def with_gradient(function, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(value, gradient by a fresh leaf with these logits)."""
     leaf = logits.detach().clone().requires_grad_()
@@ -248,28 +221,6 @@ def run_loss(loss, batch: Batch, **options):
     output = loss(leaf, *batch.arguments(), **options)
     output.loss.backward()
     return output, leaf.grad
-
-
-def by_loop(kind: str, batch: Batch, low: float = 0.1, high: float = 0.15, **options) -> tuple[Tensor, Tensor]:
-    """(loss, gradient) of loop_policy_loss, at CLIP's distances."""
-    return with_gradient(lambda logits: loop_policy_loss(kind, batch, logits, low=low, high=high, **options), batch.logits)
-
-
-def assert_same(got, want, **tolerance) -> None:
-    """(output, gradient) of a loss against (loss, gradient) of a loop."""
-    torch.testing.assert_close(got[0].loss.detach(), want[0], **(tolerance or EXACT))
-    torch.testing.assert_close(got[1], want[1], **(tolerance or EXACT))
-
-
-def padded(batch: Batch, tail: int, junk: float = math.nan) -> Batch:
-    """The batch with `tail` padding tokens past cu_seqlens[-1], unmasked and full of junk."""
-    return replace(
-        batch,
-        logits=torch.cat([batch.logits, batch.logits.new_full((tail, batch.logits.shape[1]), junk)]),
-        labels=torch.cat([batch.labels, torch.full((tail,), -100)]),
-        old_log_probs=torch.cat([batch.old_log_probs, batch.old_log_probs.new_full((tail,), junk)]),
-        loss_mask=torch.cat([batch.loss_mask, torch.ones(tail, dtype=torch.bool)]),
-    )
 
 
 def zigzag(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
@@ -398,12 +349,3 @@ def run_in_children(*codes: str, first: str = "", **environment: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-BATCHES = {
-    "ragged": random_batch([5, 1, 9, 3]),
-    "FB-60 one-token responses alone, first and last": random_batch([1, 6, 1], num_masked=(0, 2, 0), seed=1),
-    "FB-64 zero-length documents at start, middle and end": random_batch([0, 4, 0, 0, 3, 0], seed=2),
-    "FB-55 a fully masked document": random_batch([4, 3, 5], num_masked=(1, 3, 0), seed=3),
-    "one document": random_batch([12], seed=4),
-}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import kernel_tables
 import page_outputs as outputs
-import refused_calls
+import refused
 from helpers import names_forgotten
 
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
@@ -172,7 +172,7 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/arguments.md": arguments_page,
     "docs/losses.md": of_losses,
     "docs/corrections.md": of_corrections,
-    "tests/messages.txt": refused_calls.messages_table,
+    "tests/messages.txt": refused.messages_table,
 }
 # Compiled with two versions of Triton, and so written only where it is named; tests/test_kernel_code.py compares its tables.
 ON_REQUEST: dict[str, Callable[[], str]] = {"tests/kernel_figures.md": of_kernels}

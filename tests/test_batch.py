@@ -279,7 +279,7 @@ def test_a_step_of_partial_groups_or_of_masks_that_weigh_is_refused():
             weigh_samples(PolicyLossConfig(), step, ParallelGroups())
 
 
-# Rows of the golden step of tests/test_rollout_counts.py.
+# Rows of the golden step of tests/test_counts.py.
 ROWS = list(zip("aaabbbb", "AABCCCD", [2, 4, 3, 1, 1, 4, 0], strict=True))
 
 

@@ -18,13 +18,12 @@ from loss_backends import KERNEL
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel
-from megatron_rl.declare import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
+from megatron_rl.declare import LossValue, LossValues, evaluate, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, CorrectionValue
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLValue, kl_estimate
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
 
 # Losses
 
@@ -179,7 +178,7 @@ def differences(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # log_pro
 def test_the_derivative_is_that_of_the_value_where_this_is_declared(name):
     """FB-59: by autograd in float64, through the ratio too. Beyond the bound of the exponents a derivative is finite, and may be
     cut."""
-    estimator, given = KL_ESTIMATORS.find(name), differences(torch.float64)
+    estimator, given = KL_ESTIMATORS[name], differences(torch.float64)
     value, derivative = kl_estimate(estimator, *given)
     same, of_value = kl_estimate(value_alone_of(estimator), *given)
     assert torch.equal(value, same) and value.isfinite().all() and derivative.isfinite().all() and derivative.any()
@@ -202,11 +201,11 @@ def kl_by_twin(name: str, *given: Tensor) -> list[Tensor]:
 
     got = [torch.full_like(given[0], math.nan, device=KERNEL_DEVICE) for _ in range(2)]
     inputs = [x.to(KERNEL_DEVICE) for x in given]
-    kl_kernel[(1,)](*inputs, *got, len(given[0]), KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS.find(name)), BLOCK=128)
+    kl_kernel[(1,)](*inputs, *got, len(given[0]), KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS[name]), BLOCK=128)
     return [part.cpu() for part in got]
 
 
-@pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS.names() if KL_ESTIMATORS.find(name).triton])
+@pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS.names() if KL_ESTIMATORS[name].triton])
 @pytest.mark.kernel
 @KERNEL[1]
 def test_the_triton_twin_of_an_estimator_is_the_torch_function(name):
@@ -244,7 +243,7 @@ def test_k3_keeps_its_digits_near_0_and_far_from_it(estimate: Callable, dtype, t
 @pytest.mark.parametrize("name", CORRECTIONS.names())
 def test_a_correction_gives_what_it_drops_the_factor_0(name):
     """Of ratios on both sides of the bounds, at them and at 1; what is dropped has factor 0, and nothing else has."""
-    kind, (low, high) = CORRECTIONS.find(name), (0.5, 2.0)
+    kind, (low, high) = CORRECTIONS[name], (0.5, 2.0)
     ratios = torch.tensor([math.exp(-20), 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, math.exp(20)], dtype=torch.float64)
     returned = kind.function(ratios.clone(), low, high)
     result = returned if isinstance(returned, CorrectionValue) else CorrectionValue(returned)
@@ -257,7 +256,7 @@ def test_a_correction_gives_what_it_drops_the_factor_0(name):
 
 @pytest.mark.parametrize("name", CORRECTIONS.names())
 def test_bounds_are_those_of_the_declaration(name):
-    kind = CORRECTIONS.find(name)
+    kind = CORRECTIONS[name]
     for level in CorrectionLevel:
         problems = list(CorrectionSettings(kind=name, level=level).problems())
         if None not in kind.bounds.get(level, (None,)):

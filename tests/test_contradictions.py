@@ -293,7 +293,7 @@ def test_a_gradient_of_another_value_may_be_declared():
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 def test_no_built_in_estimator_contradicts_its_declaration(name):
-    assert list(own_functions.estimator_problems(KL_ESTIMATORS.find(name))) == []
+    assert list(own_functions.estimator_problems(KL_ESTIMATORS[name])) == []
 
 
 @pytest.mark.parametrize("message", WRONG_CORRECTIONS)

@@ -170,8 +170,8 @@ REFUSED = [  # (message, call)
     ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton="twin")),
     ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton=kl)),
     ("must be a non-empty string", lambda: register_kl_estimator("")(kl)),
-    ("is not declared: decorate undeclared with @megatron_rl.register_kl_est", lambda: KL_ESTIMATORS.find("my_losses.undeclared")),
-    ("must be a name", lambda: KL_ESTIMATORS.find(3)),
+    ("is not declared: decorate undeclared with @megatron_rl.register_kl_est", lambda: KL_ESTIMATORS["my_losses.undeclared"]),
+    ("must be a name", lambda: KL_ESTIMATORS[3]),
     (r"must accept \(ratios, low, high\)", lambda: register_correction("x")(lambda ratios: ratios)),
     ("'tis' is already registered by megatron_rl.losses.corrections", lambda: register_correction("tis")(lambda w, low, high: w)),
     (
@@ -225,7 +225,7 @@ def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     for _ in range(2):
         with pytest.raises(ConfigError, match="must be the text module.function"):
-            KL_ESTIMATORS.find("two_of_a_user.second")
+            KL_ESTIMATORS["two_of_a_user.second"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 from explain_cases import CLOSE, S, explain, explain_json
 from forked import forget, forked
-from test_aggregation import GOLDEN
+from test_counts import GOLDEN
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig

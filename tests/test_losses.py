@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import CLIP, EXACT, random_batch, run_loss
 from loss_backends import LOSSES, OF_EACH_LEVEL, over_backends, over_losses, rows_of_losses
-from refused_calls import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
+from refused import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses.corrections import CorrectionSettings

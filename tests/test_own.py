@@ -27,7 +27,7 @@ from trainer_cases import metrics_of, run_loop
 from megatron_rl import register_correction, register_kl_estimator
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
-from megatron_rl.declare import LossValue, clip_of, get_policy_loss, register_policy_loss
+from megatron_rl.declare import LossValue, clip_of, evaluate, get_policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.layout.groups import SINGLE
@@ -35,7 +35,6 @@ from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import importance_correction, linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs
-from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("own_losses")

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT
-from explain_cases import CLOSE, LAYOUT, STEP, S, chain_of, explain, explain_json, stages
+from explain_cases import CLOSE, LAYOUT, STEP, S, chain_of, explain_json, stages
 from host_cases import HostCase
 from host_ranks import run_cases
 from nemo_rl_cases import master_config
@@ -102,61 +102,31 @@ def test_its_weights_by_hand(name):
     counts, prompts = torch.tensor([2, 4, 1, 0]), torch.tensor([6, 6, 1, 1])
     weights = sample_token_weights(name, counts, StepTotals(4, 2, 7), prompt_token_counts=prompts)
     assert weights.tolist() == pytest.approx(WEIGHTS[name], **CLOSE)
+    assert find_problems(ValidatedSettings(config=PolicyLossConfig(loss_aggregation=name))) == []
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_explain_shows_it_beside_its_source(name):
+def test_explain_shows_it_beside_its_source_and_along_the_chain(name):
     found = explain_json(*S, "--loss-aggregation", name)["aggregations"][name]
     assert found["token_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
     assert found["known_as"] == ("token sums, averaged over samples" if name == SAMPLE_SUM else None)
-    _, out, _ = explain(*S, "--loss-aggregation", name)
-    assert re.search(r"^known as +(token sums, averaged over samples|your own)  ", out, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("host", ["train", "megatron_lm"])
-def test_explains_chain_where_the_package_weighs(host, name):
-    chain = chain_of(*S[:6], "--host", host, "--loss-aggregation", name, *LAYOUT)
-    assert (chain["net"], chain["asked"]) == (FORMULAS[name], FORMULAS[name])
-    assert chain["net_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
+    for host in ("train", "megatron_lm"):
+        chain = chain_of(*S[:6], "--host", host, "--loss-aggregation", name, *LAYOUT)
+        assert (chain["net"], chain["asked"]) == (FORMULAS[name], FORMULAS[name])
+        assert chain["net_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
+    for host in ("verl", "nemo_rl", "roll") if name == SAMPLE_SUM else ():  # they hand over rows
+        assert chain_of(*STEP, "--host", host, "--loss-aggregation", name)["net"] == "1/N"
 
 
 @pytest.mark.parametrize("route", ["reducer", "custom_loss"])
 def test_explains_chain_in_a_host(route):
     arguments = [*STEP, "--host", "miles", *LAYOUT, *["--policy-loss", "grpo"] * (route == "custom_loss")]
-    chain = chain_of(*arguments, "--loss-aggregation", SAMPLE_SUM)
-    assert (stages(chain)[route], chain["net"]) == ("1", "1/N")
-    chain = chain_of(*arguments, "--loss-aggregation", SQUARE_ROOT)
-    assert stages(chain)[route] == "1/m_i^0.5"
-    chain = chain_of(*arguments, "--loss-aggregation", OF_GROUPS)  # with the reward hook, where it is needed
-    assert (stages(chain)["reward hook"], chain["net"]) == ("m_i^2/M_g", FORMULAS[OF_GROUPS])
-    assert stages(chain_of(*arguments, "--loss-aggregation", ODD))["reward hook"] == "N w_i m_i"
-
-
-OF_A_CALL = {
-    "largest": lambda counts, totals: counts / (totals.num_samples * counts.max()),
-    "sum": lambda counts, totals: counts / (totals.num_samples * counts.sum()),
-    "smallest": lambda counts, totals: counts.min() / (totals.num_samples * counts),
-    "count": lambda counts, totals: 1 / (len(counts) * counts),
-    "longest left out": lambda counts, totals: (counts < counts.max()) / (totals.num_samples * counts),
-}
-
-
-@pytest.mark.parametrize("name", OF_A_CALL)
-def test_a_weight_that_depends_on_the_other_samples_is_refused_at_start(name):
-    """A call has the samples of a micro-batch. One without a formula was compared with nothing."""
-
-    @register_loss_aggregation("of_a_call")
-    def of_a_call(token_counts, totals, *, prompt_token_counts, divisor):
-        return OF_A_CALL[name](token_counts, totals)
-
-    (problem,) = find_problems(ValidatedSettings(config=PolicyLossConfig(loss_aggregation="of_a_call")))
-    assert "loss_aggregation=of_a_call depends at one sample on the others" in problem
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_weight_of_the_sample_and_the_step_is_let_through(name):
-    assert find_problems(ValidatedSettings(config=PolicyLossConfig(loss_aggregation=name))) == []
+    chains = {name: chain_of(*arguments, "--loss-aggregation", name) for name in WEIGHTS}
+    assert (stages(chains[SAMPLE_SUM])[route], chains[SAMPLE_SUM]["net"]) == ("1", "1/N")
+    assert stages(chains[SQUARE_ROOT])[route] == "1/m_i^0.5"
+    # With the reward hook, where it is needed.
+    assert (stages(chains[OF_GROUPS])["reward hook"], chains[OF_GROUPS]["net"]) == ("m_i^2/M_g", FORMULAS[OF_GROUPS])
+    assert stages(chains[ODD])["reward hook"] == "N w_i m_i"
 
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
@@ -339,11 +309,6 @@ def test_the_table_of_the_page_states_the_formulas_of_the_records():
         assert Formula.parse(weight.partition(",")[0]) == record.formula, f"the weight of {name} in {page}"
         stated = source.replace("GSPO as published", "GSPO")
         assert record.source in stated, f"{name} in {page}: its last column holds its source in the same words"
-
-
-@pytest.mark.parametrize("host", ["verl", "nemo_rl", "roll"])
-def test_a_trainer_that_hands_over_rows_takes_it_by_its_dotted_path(host):
-    assert chain_of(*STEP, "--host", host, "--loss-aggregation", SAMPLE_SUM)["net"] == "1/N"
 
 
 def test_a_name_of_two_halves_may_have_dots_in_each():

@@ -9,7 +9,7 @@ import pages
 import pytest
 from markdown_pages import text_of
 from pages import BLOCKS, ROOT, WHOLE_PAGES, renewed
-from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be in messages)
+from test_refused import only_built_in_names  # noqa: F401  (what other tests register would be in messages)
 
 WRITE = "write it anew: python tests/pages.py"
 # test_door_table.py compares it: its cells are computed once for all that is asked about them.

@@ -1,0 +1,157 @@
+"""Refused calls and launches, what is allowed beside them, and the tables that they read; tests/messages.txt has what is said.
+
+tests/test_pages.py sees a message that changed without it.
+"""
+
+from __future__ import annotations
+
+import ast
+from inspect import isgeneratorfunction, signature
+from pathlib import Path
+
+import pytest
+from helpers import names_forgotten
+from refused import (
+    ALLOWED_BY_RULES,
+    NOT_WARNED,
+    REFUSED,
+    REFUSED_BY_RULES,
+    WARNED,
+    judge,
+    launch,
+    message_of,
+    shown,
+    warnings_at,
+)
+
+from megatron_rl.declare import POLICY_LOSSES
+from megatron_rl.train import option_rules
+from megatron_rl.validation import find_problems, flag_of, rules
+from megatron_rl.validation.checks import problems_of
+from megatron_rl.weights import AGGREGATIONS
+
+TABLE = Path(__file__).with_name("messages.txt")
+# The modules that refuse what a caller hands over.
+FRONT_DOORS = ("policy_loss", "ops/log_probs.py", "ops/linear_head.py")
+# What is said, and by which test it is seen: it takes a device, a second backward, or a loss that misbehaves.
+ELSEWHERE = {
+    ", and none is real. If each rank has the logits": "test_losses.py",
+    "a second backward through a policy loss": "test_one_read.py",
+    "returned a value with a gradient of its own": "test_contracts.py",
+    ", one number for each of its inputs; return megatron_rl.LossValue": "test_contracts.py",
+    " is not a @triton.jit function": "test_declare.py",
+    "token_clip of policy loss ": "test_rank_agreement.py",
+    " needs the entropy of each token, and this call has log-probabilities": "test_own.py",
+}
+ROWS = [
+    pytest.param(door, changes, id=f"{door.__name__} {', '.join(f'{k}={shown(v)}' for k, v in changes.items())}"[:100])
+    for door, rows in REFUSED.items()
+    for changes in rows
+]
+
+
+@pytest.mark.parametrize(("door", "changes"), ROWS)
+def test_a_refused_call_names_the_argument(door, changes):
+    """FB-02, FB-12, FB-17, FB-40, FB-55, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped
+    without a word, and no missing denominator has a default."""
+    _, text = message_of(door, changes)
+    names = {"loss_parameters": "parameter", "kind": "importance_correction", "kl_estimator": "KL estimator"}
+    names |= {"loss_masks": "mask", "prompt_ids": "prompt id"}
+    flat = {**changes, **changes.get("loss_parameters", {})}
+    assert any(name in text or names.get(name, name) in text or str(value) in text for name, value in flat.items()), text
+
+
+@pytest.mark.parametrize("door", REFUSED, ids=lambda door: door.__name__)
+def test_the_same_call_without_a_fault_is_taken(door):
+    door()
+
+
+def constant_words(node: ast.AST) -> list[str]:
+    """The parts of a message that no value changes, longest first."""
+    parts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return sorted(parts, key=len, reverse=True)
+
+
+def refusals(tree: ast.Module) -> list[str]:
+    """The longest constant part of each ConfigError and DataError that is raised with a message of its own."""
+    found = []
+    for node in ast.walk(tree):
+        is_call = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
+        if is_call and node.exc.func.id in ("ConfigError", "DataError"):
+            found += [words for words in constant_words(node.exc)[:1] if len(words) > 8]
+    return found
+
+
+def test_each_refusal_of_a_front_door_has_an_entry(package_trees):
+    """Catches a message that nobody has ever seen."""
+    table = TABLE.read_text(encoding="utf-8")
+    said = [words for path, tree in package_trees.items() if path.startswith(FRONT_DOORS) for words in refusals(tree)]
+    assert len(said) > 40
+    missing = [words for words in said if words not in table and not any(known in words for known in ELSEWHERE)]
+    assert missing == [], "add a call to REFUSED of tests/refused.py, or its test to ELSEWHERE"
+
+
+# Rules
+
+REFUSED_ROWS = [(rule_name, row) for rule_name, rows in REFUSED_BY_RULES.items() for row in rows]
+ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED_BY_RULES.items() for row in rows]
+
+
+@pytest.fixture(autouse=True)
+def only_built_in_names():
+    """Names that other tests registered would show up in messages, and ours in theirs."""
+    with names_forgotten():
+        for registry in (AGGREGATIONS, POLICY_LOSSES):
+            for name in registry.names():
+                if not registry.is_built_in(name):
+                    del registry[name]
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_losses_are_declared(only_built_in_names, own_losses):
+    """Apart from the names, because the pages of the built-in ones take that fixture too."""
+
+
+@pytest.mark.parametrize(("rule_name", "settings"), REFUSED_ROWS, ids=str)
+def test_the_rule_refuses_and_names_what_it_refuses(rule_name, settings):
+    """FB-74, FB-12: nonsense and contradictions never start a run. What is said, why and what to do, is in
+    tests/messages.txt."""
+    (message,) = judge(rule_name, settings)
+    names = {**settings, **settings.get("loss_parameters", {})}
+    assert any(name in message or flag_of(name) in message for name in names)
+    assert message in find_problems(launch(settings))
+
+
+@pytest.mark.parametrize(("rule_name", "settings"), ALLOWED_ROWS, ids=str)
+def test_the_rule_allows_what_is_right(rule_name, settings):
+    """Catches a rule that refuses its own boundary, or fires without the fact it needs."""
+    assert judge(rule_name, settings) == []
+
+
+def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
+    names = [rule.__name__ for rule in rules.RULES]
+    assert names == list(REFUSED_BY_RULES) == list(ALLOWED_BY_RULES)
+    assert all(REFUSED_BY_RULES.values())
+    assert all(ALLOWED_BY_RULES.values())
+
+
+@pytest.mark.parametrize("module", [rules, option_rules])
+def test_no_rule_lies_where_nobody_asks_it(module):
+    """A rule yields, of one launch. What two rules find is told once."""
+    own = [one for one in vars(module).values() if isgeneratorfunction(one) and one.__module__ == module.__name__]
+    assert {one for one in own if len(signature(one).parameters) == 1} <= {*module.RULES}
+    found = problems_of(rules.RULES, launch({"loss_aggregation": "geometric"}))
+    assert problems_of((*rules.RULES, *rules.RULES), launch({"loss_aggregation": "geometric"})) == found != []
+
+
+@pytest.mark.parametrize("settings", WARNED, ids=str)
+def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings):
+    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. Coefficients beside a rescaled loss."""
+    assert len(warnings_at(settings)) == 1
+
+
+@pytest.mark.parametrize("settings", NOT_WARNED.values(), ids=NOT_WARNED)
+def test_a_usual_setting_gives_no_warning(settings):
+    """A warning at every start is read by nobody."""
+    assert warnings_at(settings) == []
