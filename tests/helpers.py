@@ -25,7 +25,6 @@ from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.layout.groups import GATHER_INTO_ONE
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.kl import KL_ESTIMATORS
-from megatron_rl.testing import oracle
 from megatron_rl.testing import ranks as rank_pools
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.weights import AGGREGATIONS
@@ -184,27 +183,6 @@ def without_needless_clip(front_door, name: str, *arguments, **options):
         options |= {"rollout_log_probs": arguments[at]}
         arguments = (*arguments[:at], None, *arguments[at + 1 :])
     return front_door(name, *arguments, **options)
-
-
-def loop_sample(
-    kind: str,
-    log_probs: list[Tensor],  # of the sample's unmasked tokens, 0-d each
-    old_log_probs: list[float],
-    advantages: list[float],
-    low: float,
-    high: float,
-) -> list[tuple[Tensor, bool, Tensor]]:
-    """(value, whether it is clipped, log-ratio) of each token."""
-    if not log_probs:
-        return []
-    parameters = get_policy_loss(kind).resolve_parameters(PARAMETERS.get(kind, {}))
-    settings, new = oracle.DenseSettings(loss=kind, low=low, high=high, parameters=parameters), torch.stack(log_probs).double()
-    log_ratio, given = new - new.new_tensor([float(old) for old in old_log_probs]), new.new_tensor([float(a) for a in advantages])
-    tokens = oracle.Tokens(log_ratio, new, given, torch.zeros_like(new), settings)
-    values, is_clipped = oracle.LOSSES[kind](tokens)
-    if kind in oracle.ONE_RATIO_A_SAMPLE:
-        log_ratio = tokens.mean(oracle.ONE_RATIO_A_SAMPLE[kind](log_ratio, given, settings))
-    return [*zip(values, is_clipped.tolist(), log_ratio, strict=True)]
 
 
 def with_gradient(function, logits: Tensor) -> tuple[Tensor, Tensor]:
