@@ -21,8 +21,8 @@ class Backend(StrEnum):
     TRITON = "triton"
 
 
-# The Triton that the CUDA build of a torch release pins in its package metadata. tests/test_triton_versions.py compiles, loads and
-# launches each kernel with each of them, for sm_90 and sm_100.
+# The Triton that the CUDA build of a torch release pins in its package metadata. tests/test_kernel_code.py compiles each
+# kernel with each of them.
 TRITON_OF_TORCH = {
     **{"2.8": "3.4", "2.9": "3.5", "2.10": "3.6", "2.11": "3.6"},
     **{"2.12": "3.7", "2.13": "3.7", "2.14": "3.8", "2.15": "3.9"},

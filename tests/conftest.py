@@ -149,7 +149,7 @@ SLOW_FILES = set(
     "test_benchmarks test_checkpoints test_compile test_doctor test_empty_microbatches test_examples test_expert_training "
     "test_fused_head test_fused_head_layouts test_host_matrix test_kernel_code test_launch test_length_bias "
     "test_megatron_cpu test_pytest_plugin test_ranks test_rewards test_selftest test_setup test_step_mistakes "
-    "test_train_command test_train_docs_per_step test_train_faults test_train_loop test_triton_versions test_watchdog "
+    "test_train_command test_train_docs_per_step test_train_faults test_train_loop test_watchdog "
     "test_whole_host".split()
 )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
+from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import row_kernels, vocab_shard
@@ -218,6 +219,9 @@ def make_launches() -> dict[str, Callable[[], None]]:
     for name in OTHER_TWINS:
         options = {"has_sampler": get_policy_loss(name).anchor == "rollout"}
         launches[name] = lambda name=name, options=options: policy_loss(functools.partial(front_door, name), **options)
+    for name in KL_ESTIMATORS.names():
+        options = {"everything": True, "kl_estimator": name}
+        launches[f"grpo, KL {name}"] = lambda options=options: policy_loss(grpo_loss, **options)
     # One, three and six rows that a multiprocessor has under way at once.
     launches["grpo, one read, bf16"] = lambda: one_read(grpo_loss)
     launches["grpo, one read, bf16, assumed"] = lambda: one_read(grpo_loss, loss_scale=AssumedScale())

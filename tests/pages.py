@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import kernel_tables
 import page_outputs as outputs
 import refused
 from helpers import names_forgotten
@@ -104,11 +103,6 @@ def with_guide(page: str, table: str, head: str, rows: dict[str, tuple[str, str,
     return with_tables((ROOT / page).read_text(encoding="utf-8"), {f"<!-- table: {table} -->": lines})
 
 
-def of_kernels() -> str:
-    """The page with the figures of the machine code that two versions of Triton make."""
-    return with_tables(kernel_tables.PAGE.read_text(encoding="utf-8"), kernel_tables.tables())
-
-
 def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
     """(what it does, source, when to use it): a docstring's first sentence, first source, and sentence `Use it when ...`."""
     text = re.sub(r"\s+", " ", docstring)
@@ -174,8 +168,6 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/corrections.md": of_corrections,
     "tests/messages.txt": refused.messages_table,
 }
-# Compiled with two versions of Triton, and so written only where it is named; tests/test_kernel_code.py compares its tables.
-ON_REQUEST: dict[str, Callable[[], str]] = {"tests/kernel_figures.md": of_kernels}
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
 EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(outputs.printed)}
@@ -236,8 +228,8 @@ def normalised(text: str) -> str:
 
 def renewed(page: str, text: str, only: str | None = None) -> str:
     """The page's text with each generated part as it is now; only: of the producer of that name."""
-    if page in WHOLE_PAGES | ON_REQUEST:
-        return (WHOLE_PAGES | ON_REQUEST)[page]()
+    if page in WHOLE_PAGES:
+        return WHOLE_PAGES[page]()
     parts, end = [], 0
     for command, found in blocks(text):
         (begins,) = beginnings(page, command)
@@ -251,10 +243,10 @@ def renewed(page: str, text: str, only: str | None = None) -> str:
 
 
 def main() -> int:
-    known, unless_named = [*WHOLE_PAGES, *BLOCKS, *ON_REQUEST], [*WHOLE_PAGES, *BLOCKS]
+    known = [*WHOLE_PAGES, *BLOCKS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(known)}; default: all but the last")
-    chosen = [Path(page).as_posix() for page in parser.parse_args().pages] or unless_named
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(known)}; default: all")
+    chosen = [Path(page).as_posix() for page in parser.parse_args().pages] or known
     if set(chosen) - set(known):
         parser.error(f"nothing is generated in {', '.join(sorted(set(chosen) - set(known)))}")
     warnings.simplefilter("ignore")  # of Megatron-Core at import

@@ -1,7 +1,6 @@
 """Compiles kernels for sm_90 or sm_100 on a machine without a GPU and reads the machine code; it must never run a kernel.
 
-    python tests/sass_gate.py                         one line per binary that the launchers of tests/kernel_launches.py ask for
-    python tests/sass_gate.py --json                  the same figures, for tests/test_kernel_code.py
+    python tests/sass_gate.py                         figures of each binary that tests/kernel_launches.py asks for, as JSON
     python tests/sass_gate.py --target 100            of a B200 in place of an H100 or H200
     python tests/sass_gate.py --launches some_file.py other launches: files with `LAUNCHES`, a dict of name -> function
 
@@ -76,18 +75,15 @@ class Figures:
     registers: int
     stack_bytes: int
     local_accesses: int
-    occupancy: float  # threads that a multiprocessor holds at once, as a share of its 2048
     wide_loads: int  # of 16 bytes, in the code
     walks: list[Walk]  # in the order of the code
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
     own = [Path(__file__).with_name("kernel_launches.py")]
     parser.add_argument("--launches", type=Path, nargs="+", default=own)
     parser.add_argument("--without", nargs="+", default=[], metavar="TEXT", help="not the launches with TEXT in their name")
-    parser.add_argument("--only", nargs="+", metavar="LAUNCH", help="these launches alone, by their whole names")
     parser.add_argument("--code-of", nargs="+", metavar="TEXT", help="read the code of the kernels with TEXT in their name alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--target", type=int, choices=tuple(DEVICES), default=90, help="compute capability times ten")
@@ -99,7 +95,6 @@ def main() -> int:
             return NOT_HERE
         launches = {name: launch for path in options.launches for name, launch in load_launches(path).items()}
         launches = {name: launch for name, launch in launches.items() if not any(text in name for text in options.without)}
-        launches = {name: launches[name] for name in options.only or launches}
         operations: dict[str, list[str]] = {}
         recorded = {name: record(function, operations.setdefault(name, []), options.target) for name, function in launches.items()}
         jobs: dict[str, tuple[str, Binary]] = {}
@@ -108,12 +103,9 @@ def main() -> int:
                 jobs.setdefault(binary.key(), (name, binary))
         number = {key: index for index, key in enumerate(jobs)}
         figures = read_all(list(jobs.values()), options.processes, options.code_of, options.target)
-        if options.json:
-            launched = {name: [number[binary.key()] for binary in binaries] for name, binaries in recorded.items()}
-            described = {"versions": versions(), "launched": launched, "torch_operations": operations}
-            print(json.dumps(described | {"figures": [asdict(f) for f in figures]}))
-        else:
-            print(*versions(), *map(line, figures), sep="\n")
+        launched = {name: [number[binary.key()] for binary in binaries] for name, binaries in recorded.items()}
+        described = {"versions": versions(), "launched": launched, "torch_operations": operations}
+        print(json.dumps(described | {"figures": [asdict(f) for f in figures]}))
     return 0
 
 
@@ -195,7 +187,6 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         registers=registers,
         stack_bytes=stack,
         local_accesses=everything["LDL"] + everything["STL"],
-        occupancy=blocks * threads / SM_THREADS,
         wide_loads=sum(text.startswith("LDG") and ".128" in text for text in instructions(sass)),
         walks=[walk_of(loop, {"bf16": 2, "fp16": 2}.get(dtype, 4), blocks * threads) for loop in hot_loops(sass)],
     )
@@ -256,20 +247,6 @@ def blocks_per_sm(registers: int, shared: int, threads: int) -> int:
     by_registers = SM_REGISTERS // (-(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads)
     by_shared = SM_SHARED_BYTES // (shared + SHARED_PER_BLOCK)
     return min(by_registers, by_shared, SM_THREADS // threads, SM_BLOCKS)
-
-
-def line(f: Figures) -> str:
-    constants = " ".join(f"{name}={value}" for name, value in f.constants.items())
-    text = f"{f.launch:44s} {f.kernel} {f.dtype} {constants} w{f.num_warps} | reg {f.registers} stack {f.stack_bytes}"
-    text += f" occupancy {f.occupancy:.0%}"
-    for walk in f.walks:
-        accesses = " ".join(f"{count}x{name}" for name, count in {**walk.loads, **walk.stores}.items())
-        text += (
-            f" | {walk.instructions_per_logit:.2f} instructions, {walk.exponentials_per_logit:.3f} exp, "
-            f"{walk.nan_maxima_per_logit:.2f} NaN maxima a logit, SHFL {walk.shuffles} BAR {walk.barriers}, "
-            f"{walk.kib_in_flight:.0f} KiB in flight, {accesses}"
-        )
-    return text + (f" | specialised on {', '.join(f.specialised_on)}" if f.specialised_on else "")
 
 
 # What a launch asks for

@@ -1,5 +1,5 @@
-"""A backend that cannot run is refused when a run begins, not at its first loss; what a fresh process has. The choice itself:
-test_log_probs_triton.py."""
+"""A backend that cannot run is refused when a run begins, not at its first loss; what a fresh process has; which one
+"auto" is."""
 
 from __future__ import annotations
 
@@ -64,6 +64,19 @@ def test_the_extra_asks_for_the_oldest_triton_that_compiles_the_kernels():
 
 
 ON_CUDA = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0")
+
+
+def test_auto_is_triton_for_cuda_logits_of_at_most_32_bits(monkeypatch):
+    """Device and dtype alone decide; a Triton that cannot be imported is an error there and no reason to compute in torch."""
+    double = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda:0")
+    chosen = [("auto", ON_CUDA), ("torch", ON_CUDA), ("auto", double), ("auto", torch.zeros(1))]
+    assert [backends.resolve_backend(*given) for given in chosen] == [Backend.TRITON, Backend.TORCH, Backend.TORCH, Backend.TORCH]
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(backends, "why_triton_is_missing", backends.why_triton_is_missing.__wrapped__)
+    for backend in ("auto", "triton"):
+        with pytest.raises(ConfigError, match=f"backend='{backend}' on cuda:0 needs Triton.*install the Triton.*backend='torch'"):
+            backends.resolve_backend(backend, ON_CUDA)
+    assert not backends.is_interpreted()
 
 
 def test_rocm_takes_torch_and_refuses_triton_by_name(not_interpreted, monkeypatch):

@@ -20,6 +20,7 @@ from trainer_cases import (
     NO_CLIPPING,
     NO_MOVE,
     PP,
+    STILL,
     TP,
     VOCABULARY,
     gradients_of,
@@ -33,7 +34,7 @@ from trainer_cases import (
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.layout import SINGLE
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.groups import all_gather_stack, resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model, setting_problems
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
@@ -70,8 +71,6 @@ def measured_with(is_fused, settings):
 
 
 LAYOUTS = [
-    pytest.param(1, {}, {}, id="one rank, padded"),
-    pytest.param(2, {TP: 2}, {}, id="TP2, padded"),
     pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP, padded: shards of several rows"),
     pytest.param(2, {TP: 2}, {"sequence_parallel": True, "packed": True}, id="TP2+SP, packed: shards of one row"),
     pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2, padded"),
@@ -113,6 +112,57 @@ def test_samples_come_from_the_fp32_head_too(pool, is_fused):
     """FB-39: sampling with rounded logits would draw from another policy than the loss measures: of 512 tokens some are others."""
     [(found, exact, rounded)] = pool.run(fp32_samples_on_rank, is_fused, world_size=1)
     assert found == exact and found != rounded
+
+
+def bf16_trainer(is_fp32: bool, is_fused: bool, **settings):
+    """A bf16 policy whose logits are as large as those of a trained one, some 10: there bf16 has steps of 0.06."""
+    others = {"fused_lm_head_loss": True, "max_logits_bytes": 1024} if is_fused else {}
+    return lively(tiny_trainer(PolicyLossConfig(fp32_lm_head=is_fp32, **others), bf16=True, **STILL, **settings))
+
+
+def reference_log_probs(trainer, samples) -> list[list[float]]:
+    """Each response's log-probabilities by a float64 product of the very hidden states and weights, as an fp32 sampler has them."""
+    tp, values = trainer.groups.tp, []
+    length = max(len(sample.tokens) for sample in samples) + 1
+    for sample in samples:
+        tokens = torch.zeros(1, length // 2 * 2, dtype=torch.int64)
+        tokens[0, : len(sample.tokens)] = torch.tensor(sample.tokens)
+        with torch.no_grad():
+            inputs = run_model(trainer.model, model_input(tokens), FUSED, tp).inputs
+        hidden = inputs.hidden
+        if inputs.is_sequence_parallel:
+            hidden = all_gather_stack(hidden, tp).flatten(0, 1)
+        weight = all_gather_stack(inputs.weight.detach(), tp).flatten(0, 1)[:VOCABULARY]
+        rows = torch.log_softmax(hidden[:, 0].double() @ weight.double().t(), -1)
+        prompt = len(sample.tokens) - len(sample.loss_mask)
+        values.append([float(rows[q - 1, sample.tokens[q]]) for q in range(prompt, len(sample.tokens))])
+    return values
+
+
+def ratios_on_rank(rank, is_fp32, is_fused, settings):
+    """(largest |ratio - 1| of a token by the trainer's log-probabilities, metrics of its first step on the reference's)."""
+    trainer = bf16_trainer(is_fp32, is_fused, **settings)
+    dp = trainer.groups.dp
+    step = ragged_step()[dp.rank() :: dp.size()]
+    reference = reference_log_probs(trainer, step)
+    own = [row for [row] in trainer.log_probs([[sample] for sample in step])]
+    found, truth = (torch.tensor([value for row in rows for value in row]).double() for rows in (own, reference))
+    samples = [replace(sample, old_log_probs=row) for sample, row in zip(step, reference, strict=True)]
+    return float(((found - truth).exp() - 1).abs().max()), trainer.step([[sample] for sample in samples])
+
+
+def test_the_first_importance_ratio_is_1_against_an_fp32_reference(pool):
+    """FB-85: a bf16 policy, old log-probabilities by a float64 product of the same hidden states and weights. The fp32 head's ratio
+    is 1 to 1e-5, in the log-probabilities and in the step, fused or not; the plain head's is off by more than 1e-3."""
+    settings, world_size, layout = {"sequence_parallel": True}, 2, {TP: 2}
+    for is_fused in (False, True):
+        for ratio, metrics in pool.run(ratios_on_rank, True, is_fused, settings, world_size=world_size, **layout):
+            assert ratio < 1e-5
+            assert metrics["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5)
+            assert metrics["policy/kl_new_old"] < 1e-9
+    for ratio, metrics in pool.run(ratios_on_rank, False, False, settings, world_size=world_size, **layout):
+        assert ratio > 1e-3
+        assert metrics["policy/kl_new_old"] > 1e-7
 
 
 # The factor of the loss

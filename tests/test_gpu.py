@@ -1,7 +1,6 @@
-"""What only a GPU can show: compiled kernels without a synchronisation, in a CUDA graph, compiled once, and training on NCCL.
+"""What only a GPU can show: compiled kernels without a synchronisation, in a CUDA graph, compiled once; training on NCCL; heads.
 
-The kernel tests (marker `kernel`) run compiled there too; what they say is not repeated here.
-"""
+The kernel tests (marker `kernel`) run compiled there too; what they say is not repeated here. Nothing needs a second GPU."""
 
 from __future__ import annotations
 
@@ -11,23 +10,34 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import without_needless_clip
+from helpers import CLIP, Batch, without_needless_clip
+from linear_cases import HeadBatch, by_logits, on_device, plan_of, run
+from torch import Tensor
 
-from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, sample_token_weights, vocab_parallel_log_probs
-from megatron_rl.declare import policy_loss_names, register_policy_loss
+from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, sample_token_weights
+from megatron_rl.declare import policy_loss_names
 from megatron_rl.layout import SINGLE
-from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.megatron.schedule import scale_for_schedule
-from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops import backends
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.policy_loss import policy_loss
+from megatron_rl.ops.fp32_head import fp32_head_logits
+from megatron_rl.ops.linear_head import (
+    TEMPORARY_BYTES,
+    add_weight_gradient,
+    bytes_per_logit,
+    chunk_capacity,
+    head_logits,
+    hidden_gradient,
+)
+from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss, policy_loss
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
 
 
 def make_step(device: str, dtype: torch.dtype):
@@ -58,29 +68,6 @@ def make_step(device: str, dtype: torch.dtype):
     return [move(value) for value in arguments], {name: move(value) for name, value in options.items()}
 
 
-# float32 on both sides: sums of 990 exponentials in another order. 16 bits: one rounding of the gradient, 2^-8 for bfloat16.
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-@pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.args[0])
-@pytest.mark.parametrize(("dtype", "inplace"), [*((dtype, False) for dtype in TOLERANCES), (torch.bfloat16, True)], ids=str)
-def test_the_loss_on_the_gpu_is_that_on_the_cpu(loss, dtype, inplace):
-    """FB-56 on the GPU too: Triton there, torch here. The rounding of 16-bit gradients is seen here alone."""
-    results = []
-    for device in ("cpu", "cuda"):
-        (logits, *others), options = make_step(device, dtype)
-        leaf = logits.requires_grad_()
-        output = loss(leaf * 1.0, *others, inplace=inplace, metrics="with_entropy", tp_group=SINGLE, cp_group=SINGLE, **options)
-        output.loss.backward()
-        results.append((output, leaf.grad))
-    (on_cpu, expected), (on_gpu, found) = results
-    assert found.is_cuda and found.dtype == dtype
-    torch.testing.assert_close(on_gpu.loss.cpu(), on_cpu.loss, rtol=1e-4, atol=1e-5)
-    error = (found.cpu().double() - expected.double()).norm() / expected.double().norm()
-    assert error < TOLERANCES[dtype]
-    torch.testing.assert_close(on_gpu.metrics.values.cpu(), on_cpu.metrics.values, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.args[0])
 @pytest.mark.parametrize("of_documents", ["cuda", "cpu"])
 def test_the_loss_does_not_synchronise(loss, of_documents):
@@ -104,21 +91,6 @@ def synchronisation_refused():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
-def test_the_seam_to_the_schedule_does_not_synchronise(per_token):
-    """It runs in every micro-batch, between forward and backward: a blocking copy there ends the host's run-ahead."""
-    (logits, *others), options = make_step("cuda", torch.bfloat16)
-    output = gspo_loss(logits, *others, tp_group=SINGLE, cp_group=SINGLE, metrics="basic", **options)
-    config = SimpleNamespace(calculate_per_token_loss=per_token)
-    shared = {"totals": StepTotals(3, None, 9), "config": config, "groups": ParallelGroups()}
-    count = others[3].sum()
-    with synchronisation_refused():
-        for tokens in (5, count):
-            _, num_tokens, _ = scale_for_schedule(output.loss, 4, num_local_tokens=tokens, **shared)
-        report_pairs(output.metrics, 4)
-    assert num_tokens.dtype == torch.int32 and num_tokens.item() == (count.item() if per_token else 1)
 
 
 def capturable_step(loss, options):
@@ -166,113 +138,6 @@ def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace, announced, m
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(replayed, step(), strict=True))
 
 
-@contextlib.contextmanager
-def counted_compilations():
-    """Lists each kernel that Triton has no binary for in this process."""
-    from triton import knobs
-
-    names: list[str] = []
-
-    def hook(*, fn, **others) -> bool:
-        names.append(fn.jit_function.__name__)
-        return False
-
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, hook
-    try:
-        yield names
-    finally:
-        knobs.runtime.jit_cache_hook = before
-
-
-def log_probs_step(num_rows: int, width: int, *, stride: int | None = None, offset: int = 0, dtype=torch.bfloat16, **options):
-    stride = width if stride is None else stride
-    memory = torch.randn(offset + num_rows * stride, device="cuda").to(dtype).requires_grad_()
-    rows = memory.as_strided((num_rows, width), (stride, 1), offset)
-    labels = torch.randint(0, width, (num_rows,), device="cuda")
-    mask = torch.arange(num_rows, device="cuda") % 3 != 1
-    log_probs, entropy = vocab_parallel_log_probs(rows, labels, loss_mask=mask, with_entropy=True, tp_group=SINGLE, **options)
-    (log_probs.sum() + entropy.sum()).backward()
-
-
-def test_no_size_and_no_setting_compiles_anything_anew():
-    """T, V, stride, alignment and temperature are arguments; so are clips, weights and masks of the losses."""
-    log_probs_step(4096, 1024)
-    log_probs_step(4, 65536)  # few rows: splits and their merge
-    with counted_compilations() as compiled:
-        for num_rows, width, stride, offset in ((1, 16, 16, 0), (4097, 1001, 1001, 0), (3000, 504, 1003, 5), (5, 50257, 50257, 1)):
-            for temperature in (1.0, 0.7):
-                log_probs_step(num_rows, width, stride=stride, offset=offset, temperature=temperature)
-    assert compiled == []
-    for loss in (grpo_loss, gspo_loss):
-        capturable_step(loss, {})[1]()
-        with counted_compilations() as compiled:
-            for options in (
-                {"clip_ratio_low": 0.3, "clip_ratio_high": 0.1},
-                {"temperature": 1.0, "vocab_size": 1000},
-                {"kl_coefficient": 0.2, "entropy_coefficient": 0.3},
-                {"inplace": True},
-            ):
-                capturable_step(loss, options)[1]()
-        assert compiled == []
-
-
-def test_the_device_runs_one_kernel_forward_and_one_backward():
-    """Launches as the profiler sees them: torch adds no kernel of its own; a mask is one more."""
-    logits = torch.randn(8192, 1000, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    labels = torch.randint(0, 1000, (8192,), device="cuda")
-    upstream = torch.randn(8192, device="cuda")
-    for mask, listed in ((None, []), (labels % 2 == 0, ["list_rows_kernel"])):
-        names = []
-        for _ in range(2):  # the first compiles
-            logits.grad = None
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                log_probs = vocab_parallel_log_probs(logits, labels, loss_mask=mask, tp_group=SINGLE)
-                log_probs.backward(upstream)
-                torch.cuda.synchronize()
-            events = sorted(profile.events(), key=lambda event: event.time_range.start)
-            names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-        # conftest.py fills fresh memory with NaN.
-        kernels = [name for name in names if not name.startswith(("Memset", "Memcpy")) and "FillFunctor" not in name]
-        assert kernels == [*listed, "row_statistics_kernel", "logits_gradient_kernel"]
-
-
-def test_logits_of_more_than_two_to_the_31_elements():
-    """FB-81: 16,384 rows of Qwen's vocabulary, 2.5e9 elements, in place; the last rows lie past what 32 bits count."""
-    num_rows, width = 16384, 151936
-    if torch.cuda.mem_get_info()[0] < 3 * 2 * num_rows * width:
-        pytest.skip("needs 15 GB of free GPU memory")
-    logits = torch.empty(num_rows, width, dtype=torch.bfloat16, device="cuda").normal_()
-    labels = torch.randint(0, width, (num_rows,), device="cuda")
-    sampled = torch.tensor([0, 1, 14133, 14134, 14135, num_rows - 1], device="cuda")  # 2^31 / 151936 = 14134.1
-    exact = logits[sampled].double()
-    logits.requires_grad_()
-    log_probs = vocab_parallel_log_probs(logits, labels, tp_group=SINGLE, inplace=True)
-    (found,) = torch.autograd.grad(log_probs.sum(), logits)
-    assert found.data_ptr() == logits.data_ptr()
-    truth = exact.log_softmax(-1)
-    torch.testing.assert_close(log_probs[sampled].double(), truth.gather(1, labels[sampled, None])[:, 0], rtol=0, atol=1e-5)
-    gradient = torch.nn.functional.one_hot(labels[sampled], width) - truth.exp()
-    # One rounding to bfloat16: half a unit in the last place.
-    torch.testing.assert_close(found[sampled].double(), gradient, rtol=2**-8, atol=1e-9)
-
-
-def test_what_a_registered_loss_returns_and_wrong_counts_are_counted_too():
-    """The same without a look at the device: NaN from finite inputs, and token_counts that are not the mask's."""
-
-    nan = float("nan")
-
-    @register_policy_loss("nan_on_cuda", level="sequence")
-    def nan_on_cuda(log_ratio, advantages):
-        return log_ratio * nan
-
-    (logits, *others), options = make_step("cuda", torch.float32)
-    groups = {"tp_group": SINGLE, "cp_group": SINGLE}
-    counts = policy_loss("nan_on_cuda", logits, *others, **groups, **options).num_nonfinite
-    assert [count > 0 for count in counts.tolist()] == [True, False, True]
-    options |= {"token_counts": torch.tensor([99, 99, 99], device="cuda")}
-    assert (gspo_loss(logits, *others, **groups, **options).num_nonfinite > 0).all()
-
-
 @pytest.mark.megatron
 def test_the_training_command_learns_on_one_gpu(tmp_path):
     """NCCL, bfloat16 and the GPU's own attention: the demo's reward rises from chance."""
@@ -283,3 +148,311 @@ def test_the_training_command_learns_on_one_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["first_reward"] < 0.3 and summary["last_reward"] > 0.6
+
+
+# The heads
+
+DEVICE = "cuda"
+HIDDEN_SIZE, VOCAB_SIZE = 128, 2056  # v % 16 == 8
+# Chunks of 256 rows: documents of which one is longer than three chunks, one empty, one of a single token.
+LENGTHS, ROWS = [300, 900, 40, 0, 1, 200, 120], 256
+# Mean log-ratios far from both edges of CLIP, in logarithms -0.105 and 0.14: rounding must not move a document across one.
+LOG_RATIOS = [0.03, -0.02, 0.4, 0.0, 0.05, -0.5, 0.01]
+ADVANTAGES = [1.0, -0.7, 0.8, 1.0, 0.5, -1.2, 0.0]
+# kind, options, the plans that its chunks take with ROWS rows.
+PLANS = {
+    "gspo, plans in-chunk and scale-last": ("gspo", {}),
+    "gspo with KL and entropy, plans in-chunk and two-pass": ("gspo", {"terms": True}),
+    "grpo, plan in-chunk": ("grpo", {}),
+    "grpo with KL and entropy, plan in-chunk": ("grpo", {"terms": True}),
+    "gspo on-policy, plans in-chunk and scale-last": ("gspo", {"on_policy": True}),
+}
+# Relative Frobenius norm. float32: sums of 2056 terms in another order. bfloat16: the logits, their gradient and the result are
+# rounded to 2^-9 each, plan scale-last rounds dX twice.
+GRADIENT_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def head_case(dtype: torch.dtype, lengths: list[int] = LENGTHS, seed: int = 0, device: str | None = None) -> HeadBatch:
+    """Hidden states and head of this dtype; everything else float32. A tenth of each document is masked, and holds NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, count = sum(lengths), len(lengths)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    hidden, weight = normal(num_tokens, HIDDEN_SIZE).to(dtype), (normal(VOCAB_SIZE, HIDDEN_SIZE) / HIDDEN_SIZE**0.5).to(dtype)
+    labels = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator)
+    loss_mask = torch.arange(num_tokens) % 10 != 3
+    log_probs = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(1, labels[:, None])[:, 0]
+    # A token's own distance is drawn from two that add up to 0 and lie on one side of the clip each, for GRPO's sake.
+    documents = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
+    ratios = torch.tensor((LOG_RATIOS * count)[:count])[documents] + torch.where(torch.arange(num_tokens) % 2 == 0, 0.03, -0.03)
+    hidden[~loss_mask] = float("nan")
+    batch = Batch(
+        logits=torch.zeros(0),
+        labels=labels,
+        old_log_probs=(log_probs - ratios).float(),
+        advantages=torch.tensor((ADVANTAGES * count)[:count]),
+        loss_mask=loss_mask,
+        documents=[document.tolist() for document in torch.arange(num_tokens).split(lengths)],
+        token_weights=torch.full((count,), 1.0 / num_tokens),
+    )
+    return on_device(HeadBatch(hidden, weight, batch), {}, device or DEVICE)[0]
+
+
+def exact(case: HeadBatch) -> HeadBatch:
+    """The same numbers in float64, where no backend but torch goes; NaN of masked rows cleared, for autograd multiplies them."""
+    hidden = torch.where(case.batch.loss_mask[:, None], case.hidden.double(), 0.0)
+    return replace(case, hidden=hidden, weight=case.weight.double())
+
+
+def options_of(name: str, case: HeadBatch) -> tuple[str, dict]:
+    kind, what = PLANS[name]
+    options = {"on_policy": what.get("on_policy", False)}
+    if what.get("terms"):
+        old = case.batch.old_log_probs
+        options |= {"ref_log_probs": old + 0.1 * torch.sin(torch.arange(len(old), device=old.device))}
+        options |= {"kl_coefficient": 0.7, "entropy_coefficient": 0.3, "metrics": "with_entropy"}
+        options |= {"regularizer_weights": torch.full((len(case.batch.documents),), 1.0 / len(old), device=old.device)}
+    return kind, options
+
+
+def budget(case: HeadBatch, rows: int, fp32_logits: bool = False) -> int:
+    """max_logits_bytes of chunks of this many rows."""
+    return rows * case.weight.shape[0] * bytes_per_logit(case.weight, fp32_logits)
+
+
+def fused(kind: str):
+    return lambda *arguments, **options: linear_policy_loss(kind, *arguments, **options)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("fp32_logits", [False, True], ids=["", "fp32 logits"])
+@pytest.mark.parametrize("dtype", GRADIENT_LIMITS, ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_each_plan_is_the_logits_path_and_float64(name, dtype, fp32_logits, schedules):
+    """FB-85: loss, log-probabilities and both gradients; masked rows hold NaN and are in no matmul."""
+    case = head_case(dtype)
+    kind, options = options_of(name, case)
+    truth = by_logits(kind, exact(case), **options)
+    cleared = replace(case, hidden=exact(case).hidden.to(dtype))
+    logits_path = by_logits(kind, cleared, **options)
+    for rows in (ROWS, 4096):
+        got = run(fused(kind), case, max_logits_bytes=budget(case, rows, fp32_logits), fp32_logits=fp32_logits, **options)
+        mask = case.batch.loss_mask
+        for want in (truth, logits_path):
+            is_rounded = dtype == torch.bfloat16 and not (fp32_logits and want is truth)
+            # One rounding of a logit of up to 5 is 2^-7.
+            limit = 2e-2 if is_rounded else 1e-5
+            assert (got.output.log_probs - want.output.log_probs.to(got.output.log_probs))[mask].abs().max() < limit
+            torch.testing.assert_close(
+                got.output.loss.double(), want.output.loss.double(), rtol=3e-3 if is_rounded else 1e-5, atol=0
+            )
+            assert distance(got.hidden_gradient, want.hidden_gradient) < GRADIENT_LIMITS[dtype]
+            assert distance(got.weight_gradient, want.weight_gradient) < GRADIENT_LIMITS[dtype]
+        assert not got.hidden_gradient[~mask].any() and got.output.num_nonfinite.sum() == 0
+        assert got.hidden_gradient.dtype == got.weight_gradient.dtype == dtype
+    plans = {plan_of(item) for item in schedules[0]}
+    assert plans == set(name.replace(",", "").split("plan")[1].replace("s ", "").replace("and", "").split()), plans
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_three_matmuls_keep_what_they_are_asked_for(dtype):
+    """FB-85: float32 logits and a float32 weight gradient of 16-bit operands are as good as float32 matmuls, in any form found."""
+    hidden, weight = (torch.randn(rows, 96, device=DEVICE).to(dtype) for rows in (72, 200))
+    logits = head_logits(hidden, weight, out=torch.empty(72, 200, device=DEVICE))
+    # Products of 16-bit numbers are exact in float32: 96 of them are summed, the order is cuBLAS's.
+    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T, rtol=0, atol=1e-4)
+    gradient = torch.randn(72, 200, device=DEVICE).to(dtype)
+    start = torch.randn(200, 96, device=DEVICE)
+    buffer = start.clone()
+    for _ in range(2):
+        add_weight_gradient(gradient, hidden, out=buffer)
+    torch.testing.assert_close(buffer.double(), start.double() + 2 * gradient.double().T @ hidden.double(), rtol=0, atol=1e-4)
+    found = hidden_gradient(gradient, weight)
+    assert found.dtype == dtype and distance(found, gradient.double() @ weight.double()) < 2**-8
+
+
+@pytest.mark.parametrize("num_chunks", [1, 16])
+def test_the_weight_gradient_does_not_lose_bits_with_chunks(num_chunks):
+    """FB-85: rounding each chunk's part to bfloat16 would cost 1e-2 over 16 of them; what is left is the rounding of G, once."""
+    case = head_case(torch.bfloat16, [128] * 16)
+    want = by_logits("grpo", exact(case))
+    labels, *rest = case.batch.arguments()
+    parameter = megatron_parameter(case, start=0.0)
+    options = {**CLIP, "fp32_logits": True, "max_logits_bytes": budget(case, 2048 // num_chunks, True)}
+    linear_policy_loss("grpo", case.hidden.clone().requires_grad_(), parameter, labels, *rest, **options).loss.backward()
+    assert distance(parameter.main_grad, want.weight_gradient) < 2**-9
+
+
+def test_the_fp32_head_gives_float32_logits_and_an_unrounded_weight_gradient():
+    case = exact(head_case(torch.bfloat16))
+    hidden, parameter = case.hidden.bfloat16().requires_grad_(), torch.nn.Parameter(case.weight.bfloat16())
+    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    logits = fp32_head_logits(hidden, parameter, tp_group=SINGLE)
+    truth = case.hidden @ case.weight.T
+    assert logits.dtype == torch.float32
+    # 128 exact products are summed in float32.
+    torch.testing.assert_close(logits.double(), truth, rtol=0, atol=1e-5)
+    upstream = torch.randn(logits.shape, device=DEVICE).bfloat16().float()
+    logits.backward(upstream)
+    # The gradient of the logits was 16-bit as it came, so that sums of 1561 float32 terms alone are left.
+    assert distance(parameter.main_grad, upstream.double().T @ case.hidden) < 1e-5
+    assert distance(hidden.grad, upstream.double() @ case.weight) < 2**-8
+
+
+# Synchronisation
+
+
+@contextlib.contextmanager
+def synchronisations() -> Iterator[list]:
+    """Torch warns of each one that it makes; those of tensors that come to the host are among them."""
+    torch.cuda.synchronize()
+    found: list = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+
+
+def sync_call(case: HeadBatch, name: str, *, on_host: bool, with_gradient: bool = True):
+    """A forward pass with everything that a caller can know beforehand, and its expected chunks."""
+    kind, options = options_of(name, case)
+    is_on_policy = options.pop("on_policy")
+    labels, old, advantages, mask, cu_seqlens, weights = case.batch.arguments()
+    counts = torch.tensor([int(case.batch.loss_mask[document].sum()) for document in case.batch.documents], device=DEVICE)
+    mask, cu_seqlens = (mask.cpu(), cu_seqlens) if on_host else (mask, cu_seqlens.to(DEVICE))
+    hidden, weight = case.hidden.clone().requires_grad_(with_gradient), case.weight.clone().requires_grad_(with_gradient)
+    positional = (hidden, weight, labels, None if is_on_policy else old, advantages, mask, cu_seqlens, weights)
+    keywords = {**CLIP, **options, "tp_group": SINGLE, "cp_group": SINGLE, "token_counts": counts}
+    keywords |= {"max_logits_bytes": budget(case, ROWS)}
+    return lambda: linear_policy_loss(kind, *positional, **keywords)
+
+
+def waits_of(items: list) -> int:
+    """One a chunk for the rows that stay; the early chunks of a scale-last document need none, their coefficient comes last."""
+    return sum(1 if plan_of(item) == "scale-last" else len(item.chunks) for item in items)
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["mask and bounds on the host", "on the device"])
+@pytest.mark.parametrize("name", PLANS)
+def test_forward_synchronises_once_a_chunk_and_once_for_rows_it_cannot_know(name, on_host, schedules):
+    """One more on the device, for mask and bounds together. Backward, which may run under a pipeline's schedule, not at all."""
+    case = head_case(torch.bfloat16)
+    call = sync_call(case, name, on_host=on_host)
+    call().loss.backward()  # what is compiled, probed or allocated once
+    with synchronisations() as found:
+        loss = call().loss
+    assert len(found) == waits_of(schedules[-1]) + (not on_host), [str(warning.filename) for warning in found]
+    with synchronisation_refused():
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_the_host_knows_costs_no_synchronisation_without_a_gradient(name):
+    """Evaluation and old log-probabilities: the host runs ahead of the whole micro-batch."""
+    case = head_case(torch.bfloat16)
+    call = sync_call(case, name, on_host=True, with_gradient=False)
+    mask = case.batch.loss_mask.cpu()
+    options = {"loss_mask": mask, "tp_group": SINGLE, "max_logits_bytes": budget(case, ROWS)}
+    for is_counted in (False, True):
+        with synchronisations() as found:
+            call()
+            linear_log_probs(case.hidden, case.weight, case.batch.labels, **options)
+        assert not is_counted or not found, [str(warning.filename) for warning in found]
+
+
+# main_grad and the announced factor
+
+
+def megatron_step(case: HeadBatch, parameter: torch.nn.Parameter, *, announced: float | None, delivered: float) -> Tensor:
+    """The gradient of hidden; the weight's goes where the parameter has it."""
+    hidden = case.hidden.clone().requires_grad_()
+    labels, *rest = case.batch.arguments()
+    options = {**CLIP, "loss_scale": announced, "max_logits_bytes": budget(case, ROWS), "tp_group": SINGLE, "cp_group": SINGLE}
+    (linear_gspo_loss(hidden, parameter, labels, *rest, **options).loss * delivered).backward()
+    return hidden.grad
+
+
+def megatron_parameter(case: HeadBatch, start: float = 0.5) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(case.weight.clone())
+    parameter.main_grad = torch.full(case.weight.shape, start, device=DEVICE)
+    parameter.grad_added_to_main_grad = False
+    return parameter
+
+
+def test_a_wrong_factor_poisons_the_gradient_and_does_not_synchronise():
+    """The gradient of the head is in main_grad by then: NaN is what the finite check of a step sees, and nothing waits for it."""
+    case = head_case(torch.bfloat16)
+    assert not megatron_step(case, megatron_parameter(case), announced=4.0, delivered=4.0).isnan().any()
+    assert megatron_step(case, megatron_parameter(case), announced=4.0, delivered=8.0).isnan().all()
+    frozen = megatron_parameter(case)
+    labels, *rest = case.batch.arguments()
+    options = {**CLIP, "loss_scale": 4.0, "tp_group": SINGLE, "cp_group": SINGLE}
+    loss = linear_gspo_loss(case.hidden, frozen, labels, *rest, **options).loss * 8.0
+    with synchronisation_refused():
+        loss.backward()
+    assert frozen.main_grad.isnan().all(), "without a gradient of hidden nothing else carries the NaN"
+
+
+# Memory
+
+
+def wide_case(num_documents: int) -> HeadBatch:
+    """8192 rows of 32768 columns: 512 MiB of bfloat16 logits, chunks of a quarter of that and less."""
+    num_tokens, hidden_size, vocab_size = 8192, 256, 32768
+    lengths = [num_tokens // num_documents] * num_documents
+    hidden = torch.randn(num_tokens, hidden_size, device=DEVICE).bfloat16()
+    weight = (torch.randn(vocab_size, hidden_size, device=DEVICE) / hidden_size).bfloat16()
+    labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
+    old = linear_log_probs(hidden, weight, labels, tp_group=SINGLE, max_logits_bytes=2**27)
+    documents = [document.tolist() for document in torch.arange(num_tokens).split(lengths)]
+    mask = torch.ones(num_tokens, dtype=torch.bool, device=DEVICE)
+    ones = torch.ones(num_documents, device=DEVICE)
+    return HeadBatch(hidden, weight, Batch(torch.zeros(0), labels, old, ones, mask, documents, ones / num_tokens))
+
+
+@pytest.mark.parametrize("into_main_grad", [False, True], ids=["a buffer", "main_grad"])
+@pytest.mark.parametrize("terms", [False, True], ids=["", "KL"])
+@pytest.mark.parametrize("num_documents", [16, 1])
+def test_memory_is_the_budget_and_the_gradients(num_documents, terms, into_main_grad):
+    """chunk buffers <= max_logits_bytes, dX, and dW of several chunks in float32 unless it is main_grad: docs/kernels.md."""
+    case, limit = wide_case(num_documents), 2**27
+    options = {**CLIP, "tp_group": SINGLE, "cp_group": SINGLE, "max_logits_bytes": limit}
+    if terms:
+        options |= {
+            "kl_coefficient": 0.1,
+            "ref_log_probs": case.batch.old_log_probs,
+            "regularizer_weights": case.batch.token_weights,
+        }
+    parameter = torch.nn.Parameter(case.weight)
+    if into_main_grad:
+        parameter.main_grad = torch.zeros(case.weight.shape, device=DEVICE)
+        options |= {"loss_scale": 1.0}
+    labels, *rest = case.batch.arguments()
+    hidden = case.hidden.requires_grad_()
+
+    def step() -> None:
+        hidden.grad = parameter.grad = None
+        linear_gspo_loss(hidden, parameter, labels, *rest, **options).loss.backward()
+
+    step()  # cuBLAS's workspace stays from here on
+    hidden.grad = parameter.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before
+    of_hidden, of_weight = 2 * case.hidden.numel(), 4 * case.weight.numel()
+    # dX of a chunk before it is in its place, and a block of dW where no matmul adds to a float32 buffer; vectors of [T].
+    beside = of_hidden + min(TEMPORARY_BYTES, of_weight) + 4 * 2**20
+    # Where it is announced there is no buffer; where it is not, the second is of bfloat16 and comes when the chunks are gone.
+    model = limit + of_hidden + (0 if into_main_grad else of_weight)
+    assert 0.5 * limit < extra <= model + beside, (extra / 2**20, model / 2**20)
+    assert extra < 0.6 * 8192 * 32768 * 2
+    assert chunk_capacity(case.weight, limit, False, 8192) < 8192

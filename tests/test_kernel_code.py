@@ -1,27 +1,31 @@
 """The machine code of the kernels, compiled for sm_90 without a GPU: bounds that a fast kernel keeps. It must never run a kernel.
 
-tests/sass_gate.py says how the figures come about, tests/kernel_launches.py for which launches, tests/kernel_figures.md what they
-were. A bound finds cliffs, such as loads of two bytes, spills or a shuffle per logit, not the last 5 %.
+tests/sass_gate.py says how the figures come about, tests/kernel_launches.py for which launches. A bound finds cliffs, such as loads
+of two bytes, spills or a shuffle per logit, not the last 5 %. EVERY_LAUNCH=1, which .ci/run sets, compiles with the Triton of each
+supported torch; git ignores .tritons/, where pip installs the others, 5 seconds and about 600 MB each.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import kernel_tables
 import pytest
-import torch
-from other_tritons import EVERY, environment_of, installed
 
+from megatron_rl.config import TRITON_OF_TORCH
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 
 TESTS = Path(__file__).resolve().parent
+TRITONS = sorted(set(TRITON_OF_TORCH.values()))
+EVERY = os.environ.get("EVERY_LAUNCH", "0") not in ("", "0")
 NOT_HERE = 3  # sass_gate.NOT_HERE
 BAD_KERNEL = "good_rows"  # of bad_row_kernels.py, whose launches make it bad
 TWINS = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
@@ -101,6 +105,39 @@ class Gate:
         return figures
 
 
+def installed() -> str | None:
+    """The Triton that this process imports, "3.9"."""
+    try:
+        return ".".join(importlib.metadata.version("triton").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment_of(version: str) -> dict[str, str]:
+    """Of a process that imports this Triton, compiled and not interpreted. Skips where it cannot be installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"PYTHONPATH": os.pathsep.join([*path_of(version), str(TESTS.parent)])}
+
+
+def path_of(version: str) -> list[str]:
+    """What comes first on the path."""
+    if version == installed():
+        return []
+    folder = TESTS.parent / ".tritons" / version
+    folder.parent.mkdir(exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            options = "--quiet --disable-pip-version-check --no-deps --no-compile --retries 1 --upgrade".split()
+            command = [sys.executable, "-m", "pip", "install", *options, "--target", folder, f"triton=={version}.*"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
+                pytest.skip(f"pip cannot install triton=={version}.* into .tritons/: {errors[-1]}")
+            (folder / "complete").touch()
+    return [str(folder)]
+
+
 # Triton 3.6 is that of torch 2.10 and 2.11, which many images bring.
 @pytest.fixture(scope="module", params=[installed(), *["3.6"] * EVERY])
 def gate(request, shared) -> Gate:
@@ -109,18 +146,30 @@ def gate(request, shared) -> Gate:
 
 
 def compiled(triton: str | None) -> str:
-    """In a process of its own: this one has told Triton to interpret, which it cannot unlearn. The twin of each registered loss
-    too: the interpreter runs what may not compile."""
+    return run_gate(triton, "--without", *LEFT_OUT, "--code-of", *HOT, *PAIRS, "rows")
+
+
+def run_gate(triton: str | None, *options: str) -> str:
+    """In a process of its own: this one has told Triton to interpret, which it cannot unlearn. The Triton version of each
+    registered loss and estimator too: the interpreter runs what may not compile."""
     if triton is None:
         pytest.skip("Triton is not installed")
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
-    command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
-    command += ["--without", *LEFT_OUT, "--code-of", *HOT, *PAIRS, "rows"]
+    command = [sys.executable, TESTS / "sass_gate.py", "--launches", *files, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment_of(triton))
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.skipif(not EVERY, reason="EVERY_LAUNCH=1 compiles with each Triton")
+@pytest.mark.parametrize(("number", "triton"), [*enumerate(TRITONS)])
+def test_each_launch_compiles_with_the_triton_of_each_torch(number, triton):
+    """The compiler's front is the same for an H100 and a B200: each Triton compiles for one of them."""
+    figures = json.loads(run_gate(triton, "--target", ("90", "100")[number % 2], "--code-of", "nothing"))["figures"]
+    of_the_package = [one for one in figures if one["kernel"] != BAD_KERNEL]
+    assert {one["kernel"] for one in of_the_package} == {*HOT, *PAIRS, *SMALL}
 
 
 # 132 SMs x 128 lanes x 1.755 GHz issue 2.96e13 instructions a second; at 4.3 TB/s 2.15e12 bf16 logits are read, or half as many
@@ -329,41 +378,3 @@ def test_the_gate_sees_each_fault(gate, variant, complaint):
     assert any(text.startswith(complaint) for text in found) if complaint else found == [], found
     if variant == "registers that spill":  # of a small kernel nothing else is read
         assert figures["stack_bytes"] > 0
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "threads", "blocks"),
-    [(32, 0, 128, 16), (39, 0, 128, 12), (48, 0, 1024, 1), (16, 0, 32, 32), (64, 100 * 1024, 256, 2)],
-    ids=["threads", "registers", "one block", "blocks", "shared memory"],
-)
-def test_what_bounds_the_blocks_of_a_multiprocessor(registers, shared, threads, blocks):
-    pytest.importorskip("triton")
-    from sass_gate import blocks_per_sm
-
-    assert blocks_per_sm(registers, shared, threads) == blocks
-
-
-def test_the_tables_of_the_page_are_what_is_compiled_here(gate):
-    """The B200 is not compiled here. Another Triton has no column to compare with."""
-    shown = kernel_tables.on_page(kernel_tables.name_of(gate.versions))
-    if not shown:
-        pytest.skip(f"{kernel_tables.PAGE.name} has no column of {kernel_tables.name_of(gate.versions)}")
-    compiled_here = kernel_tables.described(vars(gate), 90)
-    found = {row: text for row, text in compiled_here.items() if not row[1].endswith(": accesses")}
-    assert (
-        len(found) >= (18 if EVERY else 9) and {row: (text, shown[row]) for row, text in found.items() if text != shown[row]} == {}
-    ), "write it anew: python tests/pages.py tests/kernel_figures.md"
-
-
-def test_a_torch_built_for_cuda_is_recorded_without_a_driver(monkeypatch):
-    """Torch 2.11 for CUDA makes a real tensor on the device before the first fake one, and that asks for a driver."""
-    pytest.importorskip("triton")
-    from sass_gate import pretended_device
-    from torch._subclasses import fake_tensor
-
-    def ask_for_a_driver(device: torch.device) -> None:
-        raise RuntimeError("Found no NVIDIA driver on your system")
-
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", ask_for_a_driver)
-    with pretended_device():
-        assert torch.empty(3, device="cuda").device.type == "cuda"

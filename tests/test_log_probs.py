@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import KERNEL_DEVICE, counted_collectives, loop_entropy, loop_log_probs
+from helpers import KERNEL_DEVICE, loop_entropy, loop_log_probs
+from simulated_ranks import SimulatedGroup, groups_of_ranks, on_simulated_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.errors import DataError
+from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.ops.backends import why_triton_is_missing
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.log_probs_torch import CPU_CHUNK_BYTES
-from megatron_rl.testing.ranks import run_ranks
 
 V = 16  # 4 columns on each of 4 ranks
 # The first and the last column of every shard of 4 and of 8.
 EDGE_LABELS = [0, 3, 4, 7, 8, 11, 12, 15]
 FEW = [0, 8, 15]
-# Interpreted kernels are slow: here they compute the cases in which shards differ; test_log_probs_triton.py joins shards of all.
 KERNEL_CASES = ["FB-36 labels in the first", "-inf columns fill a whole shard, at a", "FB-56"]
 # Each test that takes `backend` runs in torch, and in Triton on whatever runs kernels here.
 DEVICES = {"torch": "cpu", "triton": KERNEL_DEVICE}
@@ -123,8 +120,8 @@ def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torc
     return tuple(results)
 
 
-def run_case(case: Case, group, backend: str) -> dict:
-    """What one tp rank computes from its columns, and which collectives that took."""
+def run_case(case: Case, group, backend: str, calls: list) -> dict:
+    """What one tp rank computes from its columns; calls: the collectives of the first rank."""
     width, device = V // group.size(), DEVICES[backend]
     columns = case.logits[:, group.rank() * width : (group.rank() + 1) * width]
     leaf = columns.to(device, copy=True).contiguous().requires_grad_()
@@ -136,87 +133,60 @@ def run_case(case: Case, group, backend: str) -> dict:
         "tp_group": group,
         "backend": backend,
     }
-    with counted_collectives() as forward:
-        log_probs, entropy = vocab_parallel_log_probs(leaf, labels, with_entropy=True, **options)
-        alone = vocab_parallel_log_probs(leaf, labels, **options)
-        with torch.no_grad():
-            evaluated = vocab_parallel_log_probs(leaf, labels, **options)
+    log_probs, entropy = vocab_parallel_log_probs(leaf, labels, with_entropy=True, **options)
+    alone = vocab_parallel_log_probs(leaf, labels, **options)
+    with torch.no_grad():
+        evaluated = vocab_parallel_log_probs(leaf, labels, **options)
+    forward = list(calls)
     c, e = (values.to(device) for values in coefficients(case))
-    with counted_collectives() as backward:
-        (c * log_probs + e * entropy).sum().backward()
-        gradient_alone = torch.autograd.grad((c * alone).sum(), leaf)[0]
+    (c * log_probs + e * entropy).sum().backward()
     return {
         "log_probs": log_probs.detach().cpu(),
         "entropy": entropy.detach().cpu(),
         "gradient": leaf.grad.cpu(),
-        "gradient without entropy": gradient_alone.cpu(),
+        "gradient without entropy": torch.autograd.grad((c * alone).sum(), leaf)[0].cpu(),
         "without entropy": alone.detach().cpu(),
         "without gradient": evaluated.cpu(),
         "logits untouched": torch.equal(leaf.detach().view(torch.int32), before.view(torch.int32)),
-        "forward": [(name, shape) for name, shape, _ in forward],
-        "backward": [name for name, _, _ in backward],
+        "forward": forward,
     }
 
 
-def cases_of(backend: str) -> dict[str, Case]:
-    return {name: case for name, case in CASES.items() if backend == "torch" or name.startswith(tuple(KERNEL_CASES))}
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, tuple[int, ...]]]:
+    """The collectives of the first of the simulated ranks, without the comparison of arguments."""
+    found, exchange = [], SimulatedGroup.exchange
+
+    def noted(group, kind, value, *others):
+        if group.own_rank == 0 and tuple(value.shape) != (MESSAGE_BYTES,):
+            found.append((kind, tuple(value.shape)))
+        return exchange(group, kind, value, *others)
+
+    monkeypatch.setattr(SimulatedGroup, "exchange", noted)
+    return found
 
 
-def marks_of(backend: str, tp_size: int) -> tuple:
-    """Shards are on ranks here; test_log_probs_triton.py joins them in one process."""
-    if backend != "triton":
-        return ()
-    return ON_TRITON if tp_size == 1 else (*ON_TRITON, pytest.mark.interpreter)
-
-
-CASES_OF_BACKENDS = [
-    pytest.param(*(backend, tp_size, name), id=f"{backend}-{tp_size}-{name}", marks=marks_of(backend, tp_size))
+# Interpreted kernels are slow: at tp 2 they meet each case, at 1 and 4 those in which shards differ.
+ROWS = [
+    pytest.param(backend, tp_size, name, id=f"{backend}-{tp_size}-{name}", marks=ON_TRITON if backend == "triton" else ())
     for backend in DEVICES
     for tp_size in (1, 2, 4)
-    for name in cases_of(backend)
+    for name in CASES
+    if backend == "torch" or tp_size == 2 or name.startswith(tuple(KERNEL_CASES))
 ]
 
 
-def run_cases_on_ranks(rank, backend):
-    """tp 4 over all ranks; tp 2 over the strided group (1, 3), whose group ranks are not global ones."""
-    pair = dist.new_group([1, 3])
-    groups = (dist.group.WORLD, pair) if rank % 2 else (dist.group.WORLD,)
-    return [{name: run_case(case, group, backend) for name, case in cases_of(backend).items()} for group in groups]
-
-
-@pytest.fixture(scope="module")
-def on_one_rank():
-    """backend -> the results of all cases at tp 1."""
-    return functools.cache(lambda backend: {name: run_case(case, SINGLE, backend) for name, case in cases_of(backend).items()})
-
-
-@pytest.fixture(scope="module")
-def on_four_ranks(shared):
-    def computed(backend: str):
-        return shared(f"test_log_probs {backend}", lambda: run_ranks(run_cases_on_ranks, 4, backend, use_megatron=False))
-
-    return functools.cache(computed)
-
-
-@pytest.fixture
-def by_tp_size(backend, tp_size, on_one_rank, on_four_ranks):
-    """{tp size: the ranks of one tensor-parallel group}, each rank with its results for all cases."""
-    if tp_size == 1:
-        return {1: [on_one_rank(backend)]}
-    ranks = on_four_ranks(backend)
-    return {2: [ranks[1][1], ranks[3][1]], 4: [of_rank[0] for of_rank in ranks]}
-
-
-@pytest.mark.parametrize(("backend", "tp_size", "name"), CASES_OF_BACKENDS)
-def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, name):
+@pytest.mark.parametrize(("backend", "tp_size", "name"), ROWS)
+def test_every_shard_has_its_part_of_the_float64_result(backend, tp_size, name, calls):
     """FB-35, FB-36: values of each rank are those of float64, gradients those of its columns. Ranks agree bit
     for bit; else they may disagree on a clip, and their weights drift apart. One all-gather in forward, [T, 4] with the entropy and
     [T, 3] without, with a gradient or not, nothing in backward, and on one rank no collective at all."""
-    ranks = [of_rank[name] for of_rank in by_tp_size[tp_size]]
-    log_probs, entropy, gradient, gradient_alone = expected(CASES[name])
+    case = CASES[name]
+    ranks = on_simulated_ranks(lambda of_rank: run_case(case, of_rank.tp, backend, calls), groups_of_ranks(tp=tp_size))
+    log_probs, entropy, gradient, gradient_alone = expected(case)
     gathers = [("all_gather", (len(log_probs), k)) for k in (4, 3, 3)] if tp_size > 1 else []
+    assert ranks[0]["forward"] == gathers == calls
     for of_rank in ranks:
-        assert (of_rank["forward"], of_rank["backward"]) == (gathers, [])
         assert all(torch.equal(of_rank[part], ranks[0][part]) for part in ("log_probs", "entropy"))
         torch.testing.assert_close(of_rank["log_probs"].double(), log_probs, **TOLERANCE)
         torch.testing.assert_close(of_rank["entropy"].double(), entropy, **TOLERANCE)
@@ -225,11 +195,11 @@ def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, nam
         assert torch.equal(of_rank["without gradient"], of_rank["without entropy"])
         assert of_rank["logits untouched"], "FB-33: the caller's logits, bit for bit"
     real = torch.zeros(V, dtype=torch.bool)
-    real[list(CASES[name].real)] = True
+    real[list(case.real)] = True
     for which, exact in (("gradient", gradient), ("gradient without entropy", gradient_alone)):
         joined = torch.cat([of_rank[which] for of_rank in ranks], dim=1)
         torch.testing.assert_close(joined.double(), exact, **TOLERANCE)
-        assert (joined[:, ~real] == 0).all() and (joined[~CASES[name].mask] == 0).all()
+        assert (joined[:, ~real] == 0).all() and (joined[~case.mask] == 0).all()
 
 
 def log_probs_of(logits, labels=LABELS, *, backend, **options):
@@ -467,43 +437,21 @@ class LargestNewTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_no_second_copy_of_the_logits_is_ever_held(with_entropy):
-    """FB-42 on one rank: 16-bit logits are worked on in chunks; beside the gradient no tensor has [T, V] elements."""
+@pytest.mark.parametrize(
+    ("dtype", "with_entropy", "inplace"),
+    [(torch.bfloat16, False, False), (torch.bfloat16, True, True), (torch.float32, True, False)],
+)
+def test_nothing_of_the_logits_size_is_made_beside_the_gradient(backend, dtype, with_entropy, inplace):
+    """FB-42 on one rank: forward makes chunks on a CPU and vectors in kernels; backward one [T, V], in place not even that."""
     num_columns, num_rows = 16384, CPU_CHUNK_BYTES // (4 * 16384)
-    logits = torch.zeros(3 * num_rows, num_columns, dtype=torch.bfloat16, requires_grad=True)
+    most = 4 * 3 * num_rows if backend == "triton" else num_rows * num_columns
+    logits = torch.zeros(3 * num_rows, num_columns, dtype=dtype, device=DEVICES[backend], requires_grad=True)
+    used, labels = logits * 1, torch.zeros(3 * num_rows, dtype=torch.int64, device=DEVICES[backend])
+    options = {"with_entropy": with_entropy, "inplace": inplace, "backend": backend}
     with LargestNewTensor() as made:
-        result = vocab_parallel_log_probs(logits, torch.zeros(3 * num_rows, dtype=torch.int64), with_entropy=with_entropy)
+        result = vocab_parallel_log_probs(used, labels, **options)
+        assert max(size for size, _ in made.sizes) <= most
         loss = sum(part.sum() for part in result) if with_entropy else result.sum()
-        forward = max(size for size, _ in made.sizes)
         made.sizes.clear()
-        torch.autograd.grad(loss, logits)
-    assert forward <= num_rows * num_columns
-    assert [entry for entry in made.sizes if entry[0] > num_rows * num_columns] == [(logits.numel(), torch.bfloat16)]
-
-
-def test_a_float32_gradient_is_all_that_is_made_of_its_size():
-    num_columns, num_rows = 16384, CPU_CHUNK_BYTES // (4 * 16384)
-    logits = torch.zeros(3 * num_rows, num_columns, requires_grad=True)
-    with LargestNewTensor() as made:
-        result = vocab_parallel_log_probs(logits, torch.zeros(3 * num_rows, dtype=torch.int64))
-    assert max(size for size, _ in made.sizes) <= num_rows * num_columns
-    with LargestNewTensor() as made:
-        torch.autograd.grad(result.sum(), logits)
-    assert [entry for entry in made.sizes if entry[0] > num_rows * num_columns] == [(logits.numel(), torch.float32)]
-
-
-ON_TRITON_IN_DOUBLE = {"logits": normal().double(), "backend": "triton"}
-REFUSED = [  # (error, message, what is changed)
-    (DataError, r"logits must be \[T, V_tp\].*flatten batch and sequence first", {"logits": torch.zeros(2, 3, V)}),
-    (DataError, "in float32, bfloat16, float16 or float64", {"logits": torch.zeros(8, V, dtype=torch.int64)}),
-    (DataError, r"labels must be \[T=8\]", {"labels": LABELS[:7]}),
-    (DataError, "int64", {"labels": LABELS.int()}),
-    (DataError, "labels is on meta and the logits on cpu", {"labels": LABELS.to("meta")}),
-    (DataError, r"loss_mask must be \[T=8\] bool", {"loss_mask": torch.ones(7, dtype=torch.bool)}),
-    (DataError, "bool", {"loss_mask": torch.ones(8)}),
-    *[(ConfigError, "must be a finite number above 0", {"temperature": value}) for value in (0.0, -1.0, math.nan, math.inf)],
-    *[(DataError, r"must be in \[1, 16\]", {"vocab_size": value}) for value in (0, 17)],
-    (ConfigError, "bfloat16 and float16 logits, got torch.float64: pass backend='torch' or cast", ON_TRITON_IN_DOUBLE),
-    (ConfigError, "auto, torch, triton", {"backend": "cuda"}),
-]
+        torch.autograd.grad(loss, used)
+    assert [entry for entry in made.sizes if entry[0] > most] == ([] if inplace else [(logits.numel(), dtype)])

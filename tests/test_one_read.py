@@ -1,4 +1,4 @@
-"""The kernel that reads a row once, against the two kernels and float64: values, what it touches, when it is chosen, its factor.
+"""The kernel that reads a row once, against the two kernels: values, what it touches, when it is chosen, its factor.
 
 Interpreted on a CPU, compiled on a GPU. Its machine code: tests/test_kernel_code.py.
 """
@@ -8,20 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from unittest import mock
 
 import pytest
 import torch
-import trainer_cases
 from helpers import KERNEL_DEVICE, Batch, clip_for, random_batch, without_needless_clip
-from launches import counted_launches, watched_launches
+from launches import counted_launches
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
@@ -37,11 +34,9 @@ from megatron_rl.ops.backends import (
 )
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput
-from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")
-from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
-from test_loss_hops import MOST, Hops
+from test_row_kernels import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
 
 import megatron_rl.ops.backends as backends
 import megatron_rl.ops.rows_triton as rows_triton
@@ -142,7 +137,7 @@ def test_without_old_log_probs_the_ratio_is_exactly_1(backend, loss_scale):
 
 
 def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
-    """Bit by bit the numbers of the two kernels with the same lanes, but for entropies on a GPU. They are right by float64."""
+    """Bit by bit the numbers of the two kernels with the same lanes, but for entropies on a GPU."""
     with chosen() as launches:
         found, gradient = run(kind, batch, **options)
     assert "one_read_kernel" in launches and "row_statistics_kernel" not in launches, launches
@@ -153,13 +148,6 @@ def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
     # Of an entropy term of 0.3 x 4.5 x SCALE / 0.7 = 6 times p (log p + H).
     torch.testing.assert_close(gradient, two_kernels, rtol=steps, atol=6 * steps)
     assert_same(found, wanted)
-    of_numbers = {name: value.double() for name, value in options.items() if isinstance(value, Tensor) and value.dim()}
-    numbers = {name: getattr(batch, name) for name in ("logits", "old_log_probs", "advantages")}
-    exact = replace(batch, **{name: value if value is None else value.double() for name, value in numbers.items()})
-    truth, of_truth = run(kind, exact, **options | of_numbers | {"loss_scale": None, "backend": "torch"})
-    rounding = torch.finfo(batch.logits.dtype).eps
-    torch.testing.assert_close(gradient.double(), of_truth, rtol=max(2 * rounding, 2e-5), atol=max(rounding / 64, 5e-6))
-    torch.testing.assert_close(found.loss.double(), truth.loss, rtol=1e-5, atol=1e-5)
     assert gradient[~batch.loss_mask].eq(0).all() and gradient[:, REAL:].eq(0).all() and gradient.any()
 
 
@@ -365,51 +353,3 @@ def test_shape_and_cache_choose_the_program(monkeypatch, num_rows, num_columns, 
     monkeypatch.setattr(backends, "cache_bytes", lambda device: 50 << 20)
     found = one_read_configuration(num_rows, num_columns * itemsize, torch.device("cuda"))
     assert (None if found is None else found.num_warps) == num_warps
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Python does not see which files a compiled kernel is made of")
-@pytest.mark.parametrize(("name", "is_on_policy"), [("grpo", False), ("gspo", True), ("dppo_kl", False)])
-def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
-    """At most four frames and one file more than with two kernels, backward included."""
-    batch, hops = make_batch(), Hops()
-    batch = replace(batch, old_log_probs=None) if is_on_policy else batch
-
-    with chosen() as launches, watched_launches(hops.watching):
-        for profile in (None, hops):
-            leaf = batch.logits.clone().requires_grad_()
-            sys.setprofile(profile)
-            try:
-                output = without_needless_clip(
-                    *(policy_loss, name, leaf, *batch.arguments()),
-                    backend="triton",
-                    vocab_size=REAL,
-                    loss_scale=SCALE,
-                    **clip_for(name),
-                )
-                (output.loss * SCALE).backward()
-            finally:
-                sys.setprofile(None)
-    assert "one_read_kernel" in launches
-    assert max(len(stack) for stacks in hops.frames.values() for stack in stacks) <= 4, hops.frames
-    # One more for one_read_triton.py, and one for a twin in a file of its own, which those that MOST counts do not have.
-    assert len(hops.files) <= MOST["triton", "none"][0] + 2, sorted(hops.files)
-
-
-def step_on_rank(rank: int, backend: str) -> tuple[dict, list[str]]:
-    """(the gradients of a training step, the kernels that it launched)."""
-    config = PolicyLossConfig(policy_loss="grpo", policy_loss_backend=backend, clip_ratio_low=0.03, clip_ratio_high=0.03)
-    trainer = trainer_cases.tiny_trainer(config, **trainer_cases.STILL)
-    samples = trainer_cases.ragged_step()
-    microbatches = trainer_cases.with_shifted_old_log_probs(trainer, [samples[:4], samples[4:]])
-    with chosen() as launches:
-        trainer.step(microbatches)
-        return trainer_cases.gradients_of(trainer), list(launches)
-
-
-@pytest.mark.megatron
-@pytest.mark.interpreter
-def test_a_training_step_reads_its_logits_once():
-    """The forward step gives the schedule's factor up front; two micro-batches, so that it is not 1."""
-    (found, launches), (truth, _) = (run_ranks(step_on_rank, 1, backend)[0] for backend in ("triton", "torch"))
-    assert launches.count("one_read_kernel") == 2 and "logits_gradient_kernel" not in launches
-    assert trainer_cases.relative_difference(trainer_cases.whole([found]), trainer_cases.whole([truth])) < 1e-5  # float32

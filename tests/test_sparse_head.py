@@ -1,24 +1,32 @@
-"""A head's products of pairs, their scores and their gradients: the torch functions and the kernels, against float64.
+"""The fused head with sets of kept ids: the products of pairs, their scores and gradients, and what the head makes of them.
 
-Kernels are interpreted on a CPU, compiled on a GPU. Their machine code: tests/test_kernel_code.py.
-"""
+Kernels are interpreted on a CPU, compiled on a GPU. Their machine code: tests/test_kernel_code.py. tests/test_generated_steps.py
+has the head's losses, corrections and layouts with sets."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE
+from carrier_cases import LiveBytes
+from helpers import KERNEL_DEVICE, without_needless_clip
+from linear_cases import VOCAB_SIZE as HEAD_COLUMNS
+from linear_cases import HeadBatch, every_term, head_batch, run, seen
+from simulated_ranks import groups_of_ranks, on_simulated_ranks
 
 from megatron_rl.config import Backend
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops import support as pairs_of
-from megatron_rl.ops.linear_log_probs import pair_kernels
-from megatron_rl.ops.log_probs import vocab_shard
+from megatron_rl.ops.linear_log_probs import linear_log_probs, pair_kernels
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.support import Pairs, make_pairs, pair_gradient, score_pairs
+from megatron_rl.policy_loss import linear_policy_loss
 
 pytestmark = pytest.mark.kernel
 TEMPERATURE, VOCAB_SIZE = 0.7, 37
@@ -177,3 +185,107 @@ def test_a_label_outside_its_set_and_a_wrong_id_give_no_number(backend):
     hidden, weight = torch.ones(5, 1, device=KERNEL_DEVICE), torch.ones(5, 1, device=KERNEL_DEVICE)
     found = score_pairs(hidden, weight, pairs, shard, SINGLE, pair_kernels(backend), max_bytes=100).log_probs.cpu()
     assert found[0] == -math.inf and found[1:4].isnan().all() and float(found[4]) == pytest.approx(-math.log(2))
+
+
+# Sums of a few dozen float64 products in another order.
+EXACT = 1e-12
+# Of a third of the rows one id, then two, a few, eight, most and all of the vocabulary.
+HEAD_SIZES = (1, 2, 5, 1, 8, 15, 1, HEAD_COLUMNS, 3)
+
+
+def sets(case: HeadBatch, sizes: tuple[int, ...] = HEAD_SIZES, *, seed: int = 3) -> SamplingSupport:
+    """The label is in each set; at a tp of 4 some miss a shard and some straddle all. Masked rows hold junk."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size, lists = case.weight.shape[0], []
+    for token, label in enumerate(case.batch.labels.tolist()):
+        ids = torch.randperm(vocab_size, generator=generator)[: sizes[token % len(sizes)]].tolist()
+        ids = ids if label in ids else [label, *ids[1:]]
+        lists.append(ids if case.batch.loss_mask[token] else [[], [-1, 3, 3], ids][token % 3])
+    return SamplingSupport.from_lists(lists)
+
+
+fused = partial(without_needless_clip, linear_policy_loss, "grpo")
+
+
+def terms(which: str, case: HeadBatch) -> dict:
+    """none: nothing reads the vocabulary; entropy: it does, as a bonus and a metric, beside a KL term."""
+    return {"metrics": "basic"} if which == "none" else every_term(case.batch)
+
+
+@pytest.mark.parametrize("which", ["none", "entropy"])
+def test_rows_are_in_a_matmul_of_all_columns_for_an_entropy_alone(which):
+    """Nothing of a masked row is read."""
+    case = head_batch()
+    case.hidden[~case.batch.loss_mask] = math.nan
+    with seen(case) as record:
+        result = run(fused, case, sampling_support=sets(case), **terms(which, case))
+    num_rows = int(case.batch.loss_mask.sum()) * (which == "entropy")
+    assert record.rows == {"logits": 2 * num_rows, "hidden": num_rows, "weight": num_rows}
+    is_single = (sets(case).sizes == 1) & case.batch.loss_mask
+    assert (result.output.log_probs[is_single] == 0).all()
+    assert bool(result.hidden_gradient[is_single].any()) == (which == "entropy")
+
+
+def test_its_memory_is_a_twentieth_of_the_logits():
+    """Beside the operands, their gradients and vectors of [T]. A budget for the pairs' rows bounds the rest."""
+    case = head_batch([300, 212], seed=2, hidden_size=64, vocab_size=8192).to(torch.float32)
+    case = replace(case, batch=replace(case.batch, loss_mask=torch.ones(512, dtype=torch.bool)))
+    support = sets(case, (1, 1, 2, 30, 1, 2, 9, 1))
+    parameter = torch.nn.Parameter(case.weight)
+    parameter.main_grad = torch.zeros(parameter.shape)
+    hidden = case.hidden.clone().requires_grad_()
+    arguments = (hidden, parameter, *case.batch.arguments())
+    with LiveBytes() as live:
+        linear_policy_loss("grpo", *arguments, sampling_support=support, loss_scale=1.0, max_logits_bytes=2**18)
+    beside = sum(part.nbytes for part in (hidden, hidden, parameter, parameter))
+    assert 0 < live.peak - beside < 0.05 * 512 * 8192 * 4
+
+
+@pytest.mark.parametrize("which", ["none", "entropy"])
+@pytest.mark.parametrize("loss_scale", [None, 3.0])
+def test_main_grad_gets_the_sum_unrounded(which, loss_scale):
+    """In forward with an announced factor, else in backward; beside what is there."""
+    case = head_batch().to(torch.bfloat16)
+    options = {"sampling_support": sets(case), **terms(which, case)}
+    want = run(fused, head_batch().to(torch.bfloat16).to(torch.float32), factor=3.0, **options)
+    parameter = torch.nn.Parameter(case.weight)
+    parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(parameter.shape), False
+    hidden = case.hidden.clone().requires_grad_()
+    labels, old, *rest = case.batch.arguments()
+    keywords = {**options, "clip_ratio_low": 0.1, "clip_ratio_high": 0.15, "fp32_logits": True, "loss_scale": loss_scale}
+    output = linear_policy_loss("grpo", hidden, parameter, labels, old, *rest, **keywords)
+    (output.loss * 3.0).backward()
+    assert parameter.grad_added_to_main_grad
+    # float32 sums of bfloat16's products; the other head rounds nothing either.
+    torch.testing.assert_close(parameter.main_grad - 1, want.weight_gradient, rtol=1e-4, atol=3e-6)
+    # bfloat16, rounded once or twice; beside an entropy the sum of two such parts, which may cancel.
+    atol = 2**-8 * float(want.hidden_gradient.abs().max()) if which == "entropy" else 1e-5
+    torch.testing.assert_close(hidden.grad.float(), want.hidden_gradient, rtol=2**-7, atol=atol)
+
+
+def test_log_probs_of_sets_and_their_entropy_are_those_of_logits():
+    case = head_batch()
+    mask, labels = case.batch.loss_mask, case.batch.labels
+    options = {"sampling_support": sets(case), "temperature": 0.7, "loss_mask": mask, "with_entropy": True}
+    found = linear_log_probs(case.hidden, case.weight, labels, **options)
+    want = vocab_parallel_log_probs(case.batch.logits, labels, **options)
+    for mine, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=EXACT)
+
+
+def test_tp_ranks_with_other_sets_are_told():
+    case = head_batch([4])
+    labels, old, *rest = case.batch.arguments()
+
+    def one(of_rank):
+        lists = [[int(label), (int(label) + 1 + of_rank.tp.rank()) % HEAD_COLUMNS] for label in labels]
+        weight = case.weight[of_rank.tp.rank() * 8 :][:8]
+        with pytest.raises(DataError, match="ids of sampling_support differs between tensor-parallel ranks"):
+            linear_policy_loss(
+                *("grpo", case.hidden, weight, labels, old, *rest),
+                tp_group=of_rank.tp,
+                check_ranks=True,
+                sampling_support=SamplingSupport.from_lists(lists),
+            )
+
+    on_simulated_ranks(one, groups_of_ranks(tp=2))

@@ -1,44 +1,188 @@
-"""The fused head's matmuls, its bins and chunks as plain host data, what autocast leaves alone, and the bytes of a call."""
+"""The fused head's matmuls: which rows are in them, its plans, bins and chunks, what surroundings change, and its memory.
+
+Values are in tests/test_generated_steps.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import warnings
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP
+from helpers import CLIP, without_needless_clip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import budget, by_logits, head_batch, plan_of, run, worst_error
-from torch._subclasses.fake_tensor import FakeTensorMode
+from linear_cases import (
+    HeadBatch,
+    budget,
+    by_logits,
+    every_term,
+    head_batch,
+    plan_of,
+    run,
+    seen,
+    worst_error,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout import SINGLE
-from megatron_rl.ops import linear_gradient, linear_head
-from megatron_rl.ops.linear_gradient import cut, document_bins, make_gradient, schedule_documents, schedule_rows
+from megatron_rl.ops import linear_gradient, linear_head, log_probs_torch
+from megatron_rl.ops.linear_gradient import cut, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.linear_head import (
     Chunk,
-    HeadOptions,
-    add_weight_gradient,
-    blocks,
     bytes_per_logit,
-    chunk_capacity,
-    head_logits,
-    make_head,
-    multiply_into,
     rows_per_chunk,
     warn_of_small_chunks,
-    weight_gradient,
 )
 from megatron_rl.ops.log_probs_torch import RowResult
-from megatron_rl.policy_loss import linear_gspo_loss
+from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
+from megatron_rl.policy_loss.linear import read_together
 
-GIB = 1024**3
+# Sums of a few dozen float64 products in another order.
+EXACT = 1e-12
+
+
+# (loss, terms, the plans that its chunks of nine rows take: one document is longer)
+KINDS = {
+    "gspo": ("gspo", None, {"in-chunk", "scale-last"}),
+    "gspo with importance weights": ("gspo", "importance weights", {"in-chunk", "scale-last"}),
+    "gspo with every term": ("gspo", "every term", {"in-chunk", "two-pass"}),
+    "gspo_token": ("gspo_token", None, {"in-chunk", "two-pass"}),
+    "grpo": ("grpo", None, {"in-chunk"}),
+    "grpo with every term": ("grpo", "every term", {"in-chunk"}),
+    "gspo on-policy": ("gspo", "on-policy", {"in-chunk", "scale-last"}),
+}
+
+
+def fused(kind: str):
+    return partial(without_needless_clip, linear_policy_loss, kind)
+
+
+def options_of(name: str, case: HeadBatch) -> dict:
+    terms = KINDS[name][1]
+    options = every_term(case.batch) if terms == "every term" else {"metrics": "basic"}
+    if terms == "importance weights":
+        options["importance_weights"] = every_term(case.batch)["importance_weights"]
+    return {"on_policy": terms == "on-policy", "temperature": 0.7, **options}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype"),
+    [
+        *((name, 9, torch.float64) for name in KINDS),
+        *((name, 2, torch.bfloat16) for name in KINDS),
+        ("gspo", 16, torch.float32),
+        ("gspo_token", 1, torch.bfloat16),
+    ],
+)
+def test_a_loss_takes_the_plans_of_its_level_in_buffers_of_the_budget(name, rows, dtype, schedules, monkeypatch):
+    """No tensor of [T, V], and all that is as wide as the vocabulary at one time fits into max_logits_bytes together."""
+    # The torch kernels work on scratch rows of a constant size, beside the budget: one row here, and up to six tensors of it.
+    monkeypatch.setattr(log_probs_torch, "CPU_CHUNK_BYTES", 1)
+    case = head_batch([8, 24, 3, 9], vocab_size=256, hidden_size=7).to(dtype)
+    limit, scratch = budget(case, rows), 6 * 256 * max(case.hidden.element_size(), 4)
+    with seen(case) as record:
+        run(fused(KINDS[name][0]), case, max_logits_bytes=limit, **options_of(name, case))
+    assert rows // 2 < record.most_rows <= rows
+    assert 0.5 * limit < record.peak_bytes <= limit + scratch
+    if rows == 9:
+        assert {plan_of(item) for items in schedules for item in items} == KINDS[name][-1]
+
+
+def matmul_rows(case: HeadBatch, kind: str, **options) -> dict[str, int]:
+    with seen(case) as record:
+        run(fused(kind), case, **options)
+    return record.rows
+
+
+# Document 0 clipped, 1 alive, 2 of advantage 0, 3 masked as a whole; 12 tokens each, every second one masked elsewhere.
+FATES = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+
+
+def fates(kind: str) -> HeadBatch:
+    case = head_batch([12, 12, 12, 12], seed=5, vocab_size=32)
+    log_probs = torch.log_softmax(case.batch.logits, -1).gather(1, case.batch.labels[:, None])[:, 0]
+    old = log_probs.clone()
+    old[:12] -= 0.5  # ratio 1.65
+    mask = case.batch.loss_mask.clone()
+    mask[36:] = False
+    return replace(
+        case, batch=replace(case.batch, old_log_probs=old, advantages=torch.tensor([1.0, 1.0, 0.0, 1.0]).double(), loss_mask=mask)
+    )
+
+
+@pytest.mark.parametrize("rows", [8, 1000], ids=["a bin each", "one bin"])
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
+def test_rows_without_a_gradient_leave_the_matmuls(kind, rows):
+    """Six tokens each: masked ones are in no matmul, clipped ones and those of advantage 0 in the first alone, the rest in three.
+    FB-96: CISPO's clip takes no row's gradient."""
+    alive = 12 if kind == "cispo" else 6
+    case = fates(kind)
+    options = {**FATES, "max_logits_bytes": budget(case, rows)}
+    want = by_logits(kind, case, **FATES)
+    got = run(fused(kind), case, **options)
+    assert max(worst_error(got, want).values()) < EXACT
+    assert matmul_rows(case, kind, **options) == {"logits": 18, "hidden": alive, "weight": alive}
+    # An entropy bonus gives every unmasked row a gradient.
+    assert matmul_rows(case, kind, **options, **every_term(case.batch)) == {"logits": 18, "hidden": 18, "weight": 18}
+
+
+@pytest.mark.parametrize("kind", ["gspo"])
+def test_the_entropy_of_each_token_comes_with_the_loss(kind):
+    """From the logits of the chunks, which are computed once, and from the pass over logits. None where nothing asked for it."""
+    case = fates(kind)
+    options = {**FATES, "max_logits_bytes": budget(case, 1000), "metrics": "with_entropy"}
+    log_probs = torch.log_softmax(case.batch.logits, -1)
+    expected = torch.where(case.batch.loss_mask, -(log_probs.exp() * log_probs).sum(-1), 0.0)
+    for found in (run(fused(kind), case, **options), by_logits(kind, case, **FATES, metrics="with_entropy")):
+        torch.testing.assert_close(found.output.entropy_per_token, expected, rtol=EXACT, atol=EXACT)
+    assert run(fused(kind), case, **options | {"metrics": "basic"}).output.entropy_per_token is None
+    assert matmul_rows(case, kind, **options)["logits"] == 18
+
+
+def test_long_documents_pay_what_their_plan_says():
+    """Plan scale-last: three matmuls a row, the last chunk of a clipped document, or one of advantage 0, one. Two-pass: all chunks
+    but the last have their logits computed again."""
+    case = fates("gspo")
+    options = {**FATES, "max_logits_bytes": budget(case, 2)}  # three chunks of 2 rows each
+    assert matmul_rows(case, "gspo", **options) == {"logits": 18, "hidden": 6 + 4 + 4, "weight": 6 + 4 + 4}
+    again = matmul_rows(case, "gspo", **options, **every_term(case.batch))
+    assert again == {"logits": 18 + 12, "hidden": 18, "weight": 18}
+    dense = matmul_rows(head_batch([12, 12]), "gspo", max_logits_bytes=budget(case, 1000))
+    assert dense["logits"] == 12 and dense["hidden"] <= 12
+
+
+def test_a_long_document_of_vespo_takes_three_matmuls():
+    """Its weight reads the sample's count: the tokens share one coefficient, as in gspo, off-policy and on-policy."""
+    case = fates("vespo")
+    options = {"max_logits_bytes": budget(case, 2)}  # three chunks of 2 rows each; document 2 has advantage 0
+    assert matmul_rows(case, "vespo", **options) == {"logits": 18, "hidden": 16, "weight": 16}
+    on_policy = replace(case, batch=replace(case.batch, old_log_probs=None))
+    assert matmul_rows(on_policy, "vespo", **options) == {"logits": 18, "hidden": 16, "weight": 16}
+    assert matmul_rows(case, "gspo_token", **options)["logits"] > 18, "its tokens have coefficients of their own"
+
+
+def test_a_clipped_long_document_leaves_nothing_behind():
+    """Plan scale-last multiplies before it knows the coefficient: what overflowed (float16 does soon) is dropped, not times 0."""
+    case = head_batch([12], seed=9)
+    case.hidden[:, 0], case.weight[:, 0], case.weight[0, 0] = 0.0, -1.7e308, 1.7e308  # no logit moves, (delta - p) W overflows
+    labels = torch.zeros_like(case.batch.labels)
+    old = torch.log_softmax(case.hidden @ case.weight.T, -1)[:, 0] - 0.5
+    batch = replace(case.batch, labels=labels, old_log_probs=old, advantages=torch.ones(1).double())
+    got = run(linear_gspo_loss, replace(case, batch=batch), max_logits_bytes=budget(case, 2), **FATES)
+    assert not got.hidden_gradient.any() and not got.weight_gradient.any()
+    alive = replace(case, batch=replace(batch, old_log_probs=old + 0.5))
+    assert run(linear_gspo_loss, alive, max_logits_bytes=budget(case, 2), **FATES).hidden_gradient.isinf().any()
+
+
+def test_what_the_host_reads_together_is_what_was_there():
+    """The one copy from a device: bounds beyond int32's neighbours, and masks, with their dtypes."""
+    given = [torch.tensor([0, 5, 2**30], dtype=torch.int32), torch.tensor([True, False]), torch.zeros(0, dtype=torch.bool)]
+    assert all(torch.equal(got, want) and got.dtype == want.dtype for got, want in zip(read_together(*given), given, strict=True))
 
 
 # A torch without a form: the product is made in blocks
@@ -74,12 +218,6 @@ def test_a_sum_that_addmm_cannot_make_is_made_in_blocks(monkeypatch):
     linear_head.add_weight_gradient(OnDevice(gradient), hidden, out=out)
     torch.testing.assert_close(out, 0.5 + gradient.float().t() @ hidden.float())
     assert max(widths) == 7 * 12 and sum(widths) == 40 * 12
-
-
-@pytest.mark.parametrize(("num_columns", "bytes_per_column"), [(0, 4), (1, 10**12), (1000, 10**6), (5, 0)])
-def test_blocks_hold_each_column_once(num_columns, bytes_per_column):
-    cut = [index for columns in blocks(num_columns, bytes_per_column) for index in range(num_columns)[columns]]
-    assert cut == list(range(num_columns))
 
 
 # What a caller's surroundings may not change
@@ -120,46 +258,7 @@ def test_operands_may_have_any_strides(which):
         assert max(worst_error(got, want).values()) < 1e-12
 
 
-# The memory of a call, from the buffers that the code makes
-
-
-def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: bool = False, fp32_logits: bool = False):
-    """(rows of a chunk, bytes beside the inputs when most are held) of plans in-chunk and row-by-row at V 131072, H 4096, bfloat16
-    on CUDA. Tensors without storage, so that any machine can tell."""
-    columns, hidden_size = 131072, 4096
-    with FakeTensorMode():
-        weight = torch.empty(columns, hidden_size, dtype=torch.bfloat16, device="cuda")
-        hidden = torch.empty(num_tokens, hidden_size, dtype=torch.bfloat16, device="cuda")
-        labels = torch.empty(num_tokens, dtype=torch.int64, device="cuda")
-        main_grad = torch.empty(columns, hidden_size, device="cuda") if has_main_grad else None
-        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
-        rows = max(chunk.numel() for item in schedule_rows(torch.arange(num_tokens), capacity) for chunk in item.chunks)
-        head = make_head(hidden, weight, labels, HeadOptions(1.0, None, SINGLE, True, "torch", False, fp32_logits), rows)
-        gradient = make_gradient(head, needs_hidden=True, needs_weight=True, main_grad=main_grad, scale=None, has_entropy_term=True)
-    assert head.weight.dtype == torch.bfloat16 and head.hidden.shape == hidden.shape
-    assert (gradient.weight is None) != has_main_grad, "the first product makes it"
-    chunk = head.logits.nbytes + (0 if head.gradient is head.logits else head.gradient.nbytes)
-    assert chunk <= max_logits_bytes
-    rows_of_hidden = rows * hidden_size * 2
-    numbers = 16 * num_tokens * 4  # statistics, log-probabilities, coefficients: float32, one a row
-    # One product writes 16 bits; several are added to float32.
-    of_weight = 0 if has_main_grad else columns * hidden_size * (2 if rows == num_tokens else 4)
-    # Rows of hidden that were gathered, and the gradient of those rows, or the rows times their coefficients.
-    return rows, chunk + gradient.hidden.nbytes + of_weight + numbers + 2 * rows_of_hidden
-
-
-@pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks")
-def test_extra_memory_at_16k_tokens_and_128k_columns_is_below_the_target():
-    """4.3 GiB at the default budget, 2.3 GiB with main_grad and chunks of 4096 rows; 3.2 GiB for 8192 tokens, which are one chunk.
-    Plan scale-last has one more buffer of float32 weights where it cannot scale the one there is."""
-    rows, plain = most_extra_bytes(16384, DEFAULT_MAX_LOGITS_BYTES)
-    assert rows == 8192 and plain < 4.3 * GIB, "two full chunks"
-    rows, one = most_extra_bytes(8192, DEFAULT_MAX_LOGITS_BYTES)
-    assert rows == 8192 and one < 3.2 * GIB, "2 GiB hold exactly its logits"
-    rows, with_main_grad = most_extra_bytes(16384, 4096 * 131072 * 2, has_main_grad=True)
-    assert rows == 4096 and with_main_grad < 2.3 * GIB
-    rows, exact = most_extra_bytes(16384, DEFAULT_MAX_LOGITS_BYTES, fp32_logits=True)
-    assert exact < 4.2 * GIB
+# Chunks and bins
 
 
 @given(budget=st.integers(1, 10**7), bytes_per_row=st.integers(1, 10**5), preferred=st.none() | st.integers(1, 10**6))
@@ -173,20 +272,6 @@ def test_a_chunk_has_the_rows_that_fit_the_budget(budget, bytes_per_row, preferr
     rows = rows_per_chunk(budget, bytes_per_row, preferred_bytes=preferred)
     allowed = budget if preferred is None else min(budget, max(preferred, bytes_per_row))
     assert rows >= 1 and rows * bytes_per_row <= allowed < (rows + 1) * bytes_per_row
-
-
-def test_rows_of_known_sizes():
-    """2 GiB of bfloat16 logits at 128,256 columns are 8371 rows, at 131,072 columns 8192."""
-    assert rows_per_chunk(2 * 1024**3, 2 * 128_256) == 8371
-    assert rows_per_chunk(2 * 1024**3, 2 * 131_072) == 8192
-    assert rows_per_chunk(10, 10) == rows_per_chunk(19, 10) == 1
-    assert rows_per_chunk(20, 10) == 2
-
-
-@pytest.mark.parametrize("budget", [0, -1, 2.5, True, "2G", None])
-def test_a_budget_that_holds_no_row_is_refused(budget):
-    with pytest.raises(ConfigError, match="max_logits_bytes="):
-        rows_per_chunk(budget, 64)
 
 
 def test_small_chunks_are_warned_of_once():
@@ -267,22 +352,6 @@ def test_bytes_of_a_logit_count_all_buffers(dtype, fp32_logits, expected):
     assert bytes_per_logit(torch.zeros(2, 2, dtype=dtype), fp32_logits) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_products_are_summed_in_float32_or_better(dtype):
-    """FB-85: out += G^T X and float32 logits, of 16-bit operands, against float64 of the same operands."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight, gradient = (torch.randn(size, generator=generator).to(dtype) for size in ((300, 40), (50, 40), (300, 50)))
-    start = torch.randn(50, 40, generator=generator, dtype=linear_head.accumulator_dtype(weight))
-    out = add_weight_gradient(gradient, hidden, out=start.clone())
-    exact = start.double() + gradient.double().T @ hidden.double()
-    # 300 products: a float32 sum is exact to 1e-6 of the largest element; a 16-bit one would be off by 1e-3 and more.
-    tolerance = 1e-6 if out.dtype == torch.float32 else 1e-14
-    assert (out.double() - exact).abs().max() <= tolerance * exact.abs().max()
-    logits = head_logits(hidden, weight, out=torch.empty(300, 50, dtype=out.dtype))
-    exact = hidden.double() @ weight.double().T
-    assert (logits.double() - exact).abs().max() <= tolerance * exact.abs().max()
-
-
 class NewMemory(TorchDispatchMode):
     """The storages [*, columns] that did not exist before."""
 
@@ -325,30 +394,3 @@ def test_few_blocks_move_many_rows(monkeypatch, num_dropped):
     assert logits[:num_dropped, 0].tolist() == sources.tolist()
     # One row alone, then 1, 2, 4, ... rows.
     assert sum(blocks_moved) == num_dropped - 1 and len(blocks_moved) <= math.log2(num_dropped) + 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float32], ids=str)
-def test_a_product_alone_is_rounded_once_to_what_is_asked(monkeypatch, operands, dtype):
-    """In blocks on a CPU, where no matmul gives float32 from 16 bits; float32 sums, so that 16 bits have one rounding."""
-    monkeypatch.setattr(linear_head, "CPU_TEMPORARY_BYTES", 7 * 4 * 300)  # seven columns of 300 rows
-    generator = torch.Generator().manual_seed(0)
-    hidden, gradient = (torch.randn(size, generator=generator).to(operands) for size in ((300, 40), (300, 50)))
-    out = weight_gradient(gradient, hidden, dtype)
-    exact = gradient.double().T @ hidden.double()
-    assert out.dtype == dtype and out.shape == (50, 40)
-    limit = 2**-8 if dtype == torch.bfloat16 else 0.0
-    # 1e-6: sums of 300 products in float32.
-    assert ((out.double() - exact).abs() <= limit * exact.abs() + 1e-6 * exact.abs().max()).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_factor_and_a_cast_are_one_rounding(monkeypatch, dtype):
-    monkeypatch.setattr(linear_head, "CPU_TEMPORARY_BYTES", 4 * 3 * 20)  # three rows
-    tensor = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    want = (tensor * (1 / 3)).to(dtype)
-    out = torch.empty_like(tensor, dtype=dtype)
-    assert torch.equal(multiply_into(tensor, torch.tensor(1 / 3), out), want) and torch.equal(out, want)
-    sixteen = tensor.bfloat16()
-    want = (sixteen.float() * (1 / 3)).bfloat16()
-    assert torch.equal(multiply_into(sixteen, torch.tensor(1 / 3), sixteen), want), "the factor itself is not rounded"

@@ -1,6 +1,6 @@
 """Where a host waits for a GPU, on a simulated one: the losses and the schedule's seam nowhere, others where their pages say.
 
-tests/test_simulated_cuda.py shows that the simulation sees every wait. Whether torch and Triton wait inside an operation is for a
+At the end: the simulation sees each planted wait. Whether torch and Triton wait inside an operation is for a
 GPU to say, in tests/test_gpu.py.
 """
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import CLIP, Batch, random_batch, without_needless_clip
 from linear_cases import HeadBatch, budget, head_batch
-from simulated_cuda import COPY, LOOK, Seen, simulated_cuda
+from simulated_cuda import ASYNC_COPY, COMPILATION, COPY, LOOK, MIXTURE, CaptureError, Seen, mark, simulated_cuda
 from torch import Tensor
 
 from megatron_rl import StepTotals, count_step, vocab_parallel_log_probs
@@ -37,13 +37,6 @@ from megatron_rl.policy_loss.inputs import LossBatch, prepared
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
-# Interpreted kernels take seconds, and what their host does depends on level and anchor: gspo meets both places, one loss of each
-# other kind one. Advantages a token meet one loss of each level.
-KINDS, PLACES = policy_loss_names(), ("cuda", "cpu")
-OF_EACH_KIND = {(get_policy_loss(kind).level, get_policy_loss(kind).anchor): kind for kind in reversed(KINDS)}
-INTERPRETED = [(kind, PLACES[n % 2]) for n, kind in enumerate(OF_EACH_KIND.values()) if kind != "gspo"]
-INTERPRETED += [("gspo", place) for place in PLACES]
-ON_TRITON = [pytest.mark.slow, pytest.mark.skipif(not is_interpreted(), reason="Triton is not in its interpreter here")]
 GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE}
 # One document of no token, one wholly masked.
 LENGTHS, NUM_MASKED = [4, 0, 2, 5], (1, 0, 2, 0)
@@ -84,94 +77,66 @@ def everything(batch: Batch) -> dict:
     }
 
 
-PER_DOCUMENT = ("regularizer_weights", "token_counts")
-
-
-def run_on_device(kind: str, batch: Batch, options: dict, numbers_on: str) -> tuple[list[Seen], Tensor, Tensor]:
-    """(what was seen of forward and backward, loss and gradient on the CPU). numbers_on: where bounds, weights and
-    counts of documents lie; advantages lie beside the logits."""
-    with simulated_cuda() as seen:
-        moved, moved_options = there(batch), there(options)
-        cu_seqlens = batch.cu_seqlens.to("cuda")
-        if numbers_on == "cpu":
-            cu_seqlens, moved = batch.cu_seqlens, replace(moved, token_weights=batch.token_weights)
-            moved_options |= {name: options[name] for name in PER_DOCUMENT if name in options}
-        leaf = moved.logits.requires_grad_()
-        labels, old, advantages, mask, _, weights = moved.arguments()
-        seen.clear()
-        arguments = (labels, old, advantages, mask, cu_seqlens, weights)
-        output = without_needless_clip(policy_loss, kind, leaf * 1, *arguments, **GROUPS, **CLIP, **moved_options)
-        output.loss.backward()
-        found = list(seen)
-        return found, output.loss.detach().cpu(), leaf.grad.cpu()
-
-
-def check_loss(kind: str, batch: Batch, options: dict, numbers_on: str) -> None:
-    leaf = batch.logits.clone().requires_grad_()
-    in_torch = options | {"backend": "torch"}
-    expected = without_needless_clip(policy_loss, kind, leaf * 1, *batch.arguments(), **GROUPS, **CLIP, **in_torch)
-    expected.loss.backward()
-    found, loss, gradient = run_on_device(kind, batch, options, numbers_on)
-    assert found == []
-    # Two orders of float32 additions over 11 tokens.
-    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"metrics": "basic"}], ids=str)
-def test_a_loss_and_its_gradient_wait_for_nothing(kind, options):
-    check_loss(kind, make_batch(), options | {"backend": "torch"}, "cuda")
+# What a loss is given -> where bounds, weights and counts of documents lie; advantages lie beside the logits.
+GIVEN = {
+    "nothing": "cuda",
+    "everything": "cuda",
+    "everything, numbers of documents on the host": "cpu",
+    "advantages a token": "cuda",
+}
+# Interpreted kernels take seconds, and what their host does depends on level and anchor: one loss of each kind meets everything.
+OF_EACH_KIND = {(get_policy_loss(kind).level, get_policy_loss(kind).anchor): kind for kind in reversed(policy_loss_names())}
+INTERPRETED = [
+    *((kind, "everything") for kind in OF_EACH_KIND.values() if kind != "gspo"),
+    *(("gspo", given) for given in GIVEN if given != "everything"),
+]
+ON_TRITON = [pytest.mark.slow, pytest.mark.skipif(not is_interpreted(), reason="Triton is not in its interpreter here")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "numbers_on", "backend"),
+    ("kind", "given", "backend"),
     [
-        *((kind, place, "torch") for kind in KINDS for place in PLACES),
+        *((kind, given, "torch") for kind in policy_loss_names() for given in GIVEN),
         *(pytest.param(*row, "triton", marks=ON_TRITON) for row in INTERPRETED),
     ],
 )
-def test_all_options_together_wait_for_nothing_wherever_numbers_of_documents_lie(kind, numbers_on, backend):
-    batch = make_batch()
-    check_loss(kind, batch, everything(batch) | {"backend": backend}, numbers_on)
-
-
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [*((kind, "torch") for kind in KINDS), *(pytest.param(kind, "triton", marks=ON_TRITON) for kind in ("grpo", "gspo", "gmpo"))],
-)
-def test_advantages_per_token_wait_for_nothing(kind, backend):
-    batch = make_batch()
-    per_token = torch.cat([batch.advantages[i].repeat(length) for i, length in enumerate(LENGTHS)])
-    options = {"advantages_per": "token", "backend": backend}
-    check_loss(kind, replace(batch, advantages=per_token), options, "cuda")
-
-
-@pytest.mark.parametrize("name", ["nothing", "everything"])
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        *((kind, "torch") for kind in KINDS),
-        *(pytest.param(kind, "triton", marks=ON_TRITON) for kind in OF_EACH_KIND.values()),
-    ],
-)
-def test_a_graph_can_hold_the_second_call(kind, backend, name):
+def test_a_loss_waits_for_nothing_and_a_graph_can_hold_its_second_call(kind, given, backend):
     """Forward and backward: no look at the device, no copy from the host, and no kernel that the first call did not launch."""
-    batch = make_batch()
-    options = {"backend": backend, "loss_scale": 2.0} | (everything(batch) if name == "everything" else {})
+    batch, options = make_batch(), {"loss_scale": 2.0}
+    if given.startswith("everything"):
+        options |= everything(batch)
+    if given == "advantages a token":
+        per_token = torch.cat([batch.advantages[i].repeat(length) for i, length in enumerate(LENGTHS)])
+        batch, options = replace(batch, advantages=per_token), options | {"advantages_per": "token"}
+
+    def step(logits: Tensor, arguments: tuple, options: dict) -> tuple[Tensor, Tensor]:
+        leaf = logits.detach().clone().requires_grad_()
+        output = without_needless_clip(policy_loss, kind, leaf * 1, *arguments, **GROUPS, **CLIP, **options)
+        (output.loss * 2.0).backward()
+        if output.metrics is not None:
+            assert report_pairs(output.metrics, 3)
+        return output.loss.detach(), leaf.grad
+
+    expected = step(batch.logits, batch.arguments(), options | {"backend": "torch"})
     with simulated_cuda() as seen:
-        moved, options = there(batch), there(options)
+        moved, there_options = there(batch), there(options)
         labels, old, advantages, mask, _, weights = moved.arguments()
-        arguments = (labels, old, advantages, mask, batch.cu_seqlens.to("cuda"), weights)
-
-        def step():
-            leaf = moved.logits.detach().clone().requires_grad_()
-            output = without_needless_clip(policy_loss, kind, leaf * 1, *arguments, **GROUPS, **CLIP, **options)
-            (output.loss * 2.0).backward()
-
-        step()
-        with seen.capture():
-            step()
+        cu_seqlens = batch.cu_seqlens.to(GIVEN[given])
+        if GIVEN[given] == "cpu":
+            weights = batch.token_weights
+            there_options |= {name: options[name] for name in ("regularizer_weights", "token_counts")}
+        call = functools.partial(
+            step, moved.logits, (labels, old, advantages, mask, cu_seqlens, weights), there_options | {"backend": backend}
+        )
+        seen.clear()
+        found = call()
+        assert seen == []
+        if GIVEN[given] == "cuda":
+            with seen.capture():
+                call()
+        found = [value.cpu() for value in found]
+    for mine, theirs in zip(found, expected, strict=True):  # two orders of float32 additions over 11 tokens
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
 
 
 # [T] = [N] = 3, of which each document has one token, or one has two and one none.
@@ -238,30 +203,8 @@ def test_the_seam_to_the_schedule_waits_for_nothing(per_token, num_tokens):
         assert number.dtype == torch.int32 and number.item() == (5 if per_token else 1)
         # Per token 1 x 9 and nothing divides; else 1 x 4 micro-batches, which the schedule divides by.
         assert (loss.item(), factor) == ((9.0, 9.0) if per_token else (4.0, 1.0))
-
-
-def test_the_count_of_the_caller_stays_as_it_is():
-    """Megatron adds the other micro-batches' counts to what it is given, in place."""
-    config = SimpleNamespace(calculate_per_token_loss=True)
-    with simulated_cuda():
-        count = torch.full((), 5, dtype=torch.int32, device="cuda")
-        part = torch.ones((), device="cuda")
-        shared = {"totals": StepTotals(2, None, 9), "config": config, "groups": ParallelGroups()}
-        _, number, _ = scale_for_schedule(part, 4, num_local_tokens=count, **shared)
-        number += 3
-        assert count.item() == 5
-
-
-def test_pairs_of_metrics_wait_for_nothing():
-    with simulated_cuda() as seen:
-        batch = there(make_batch())
-        cu_seqlens = batch.cu_seqlens.to("cuda")
-        labels, old, advantages, mask, _, weights = batch.arguments()
-        options = {**GROUPS, "metrics": "with_entropy", "backend": "torch"}
-        output = policy_loss("gspo", batch.logits, labels, old, advantages, mask, cu_seqlens, weights, **options)
-        seen.clear()
-        assert report_pairs(output.metrics, 3)
-        assert seen == []
+        number += 3  # Megatron adds the other micro-batches' counts to what it is given, in place
+        assert not isinstance(local, Tensor) or local.item() == 5
 
 
 # The fused head
@@ -278,8 +221,8 @@ PLANS = {
 }
 
 
-def run_head(kind: str, case: HeadBatch, rows: int, has_kl: bool, facts_on: str, in_main_grad: bool = False):
-    """(what forward, and what backward was seen to do, loss, gradient of hidden, gradient of the head)."""
+def run_head(kind: str, case: HeadBatch, rows: int, has_kl: bool, facts_on: str, in_main_grad: bool):
+    """What forward, and what backward was seen to do."""
     case = float32(case)
     with simulated_cuda() as seen:
         batch, hidden = there(float32(case.batch)), case.hidden.to("cuda").requires_grad_()
@@ -300,33 +243,22 @@ def run_head(kind: str, case: HeadBatch, rows: int, has_kl: bool, facts_on: str,
         forward = list(seen)
         seen.clear()
         (output.loss * 2.0).backward()
-        backward = list(seen)
-        gradient = weight.main_grad if in_main_grad else weight.grad
-        return forward, backward, output.loss.detach().cpu(), hidden.grad.cpu(), gradient.cpu()
+        return forward, list(seen)
 
 
 @pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of")
-@pytest.mark.parametrize("facts_on", ["cpu", "cuda"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(plan, facts_on):
+@pytest.mark.parametrize(
+    ("plan", "facts_on", "in_main_grad"), [*((plan, place, place == "cpu") for plan in PLANS for place in ("cpu", "cuda"))]
+)
+def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(plan, facts_on, in_main_grad):
     kind, lengths, rows, has_kl, num_waits = PLANS[plan]
     case = head_batch(lengths, "none masked")
     case = replace(case, batch=replace(case.batch, loss_mask=torch.ones_like(case.batch.loss_mask)))
-    forward, backward, *_ = run_head(kind, case, rows, has_kl, facts_on)
+    forward, backward = run_head(kind, case, rows, has_kl, facts_on, in_main_grad)
     assert [(event.kind, event.file) for event in forward] == [(LOOK, HOST_FACTS)] * (facts_on == "cuda") + [
         (LOOK, KEPT_ROWS)
     ] * num_waits
     assert backward == []
-
-
-def test_a_gradient_that_goes_straight_into_main_grad_waits_as_often():
-    kind, lengths, rows, has_kl, num_waits = PLANS["D: 55 tokens in chunks of 9"]
-    case = head_batch(lengths)
-    forward, backward, loss, hidden, weight = run_head(kind, case, rows, has_kl, "cpu", in_main_grad=True)
-    *_, same_loss, same_hidden, same_weight = run_head(kind, case, rows, has_kl, "cpu")
-    assert {event.file for event in forward} == {KEPT_ROWS} and backward == []
-    for found, expected in ((loss, same_loss), (hidden, same_hidden), (weight, same_weight)):
-        torch.testing.assert_close(found, expected)
 
 
 def test_a_fused_head_without_a_gradient_waits_for_nothing():
@@ -486,3 +418,159 @@ def test_bounds_of_a_packed_row_lie_where_the_layers_read_them(bounds_on_host):
         tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)]
         assert len(tensors) == 12 and all(tensor.is_cuda for tensor in tensors)
         assert batch.tokens.tolist() == [[0, 1, 2, 3, 4] * 2 + [0, 0]] and batch.token_weights.tolist() == [0.5, 0.5]
+
+
+# The simulation sees each planted wait, copy and mixture and nothing else, and leaves torch as it was
+
+
+def on_device(values=(1.0, 0.0, 2.0, 0.0, 3.0)):
+    """Marked directly, so that no copy is on the list."""
+    return mark(torch.tensor(list(values)))
+
+
+def mask():
+    return mark(torch.tensor([True, False, True, False, True]))
+
+
+def index():
+    return torch.tensor([0, 1])
+
+
+class Doubled(torch.autograd.Function):
+    """Looks at its gradient: a wait that only backward has."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 if bool(gradient.sum() > 0) else gradient
+
+
+def backward_that_looks():
+    Doubled.apply(on_device().requires_grad_()).sum().backward()
+
+
+def set_by_a_host_tensor():
+    on_device()[0] = torch.tensor(3.0)
+
+
+PLANTED = {
+    "item": (LOOK, lambda: on_device().sum().item()),
+    "tolist": (LOOK, lambda: on_device().tolist()),
+    "cpu": (LOOK, lambda: on_device().cpu()),
+    "copied into a CPU tensor": (LOOK, lambda: torch.zeros(5).copy_(on_device())),
+    "index by a mask": (LOOK, lambda: on_device()[mask()]),
+    "nonzero": (LOOK, lambda: on_device().nonzero()),
+    "repeat_interleave by a tensor": (LOOK, lambda: torch.repeat_interleave(on_device(), mark(torch.ones(5, dtype=torch.int64)))),
+    "synchronize": (LOOK, lambda: torch.cuda.synchronize()),
+    "in backward": (LOOK, backward_that_looks),
+    "torch.tensor": (COPY, lambda: torch.tensor([1, 2], device="cuda")),
+    "as_tensor of a number": (COPY, lambda: torch.as_tensor(1, device=torch.device("cuda", 0))),
+    "new_tensor": (COPY, lambda: on_device().new_tensor([1.0])),
+    "to the device": (COPY, lambda: torch.ones(5).to("cuda")),
+    "copied from a CPU tensor": (COPY, lambda: on_device().copy_(torch.zeros(5))),
+    "set by a 0-d CPU tensor": (COPY, set_by_a_host_tensor),
+    "index by a CPU tensor": (COPY, lambda: on_device()[index()]),
+    "sum of both": (MIXTURE, lambda: on_device() + torch.ones(5)),
+    "cat": (MIXTURE, lambda: torch.cat([on_device(), torch.ones(5)])),
+    "where": (MIXTURE, lambda: torch.where(torch.ones(5, dtype=torch.bool), on_device(), 0.0)),
+    "index of a CPU tensor": (MIXTURE, lambda: torch.ones(5)[mark(index())]),
+    "numpy": (MIXTURE, lambda: on_device().numpy()),
+}
+
+
+def write_numbers():
+    x = on_device()
+    x[0], x[1:3], x[mask()] = 3, 4.0, 5.0
+
+
+def gradient_on_the_device():
+    leaf = (on_device() * 1).requires_grad_()
+    (leaf[mark(index())] * 3).sum().backward()
+    assert leaf.grad.is_cuda and leaf.grad.device == leaf.device == torch.device("cuda", 0)
+
+
+HARMLESS = {
+    "made by a kernel": lambda: [torch.zeros(2, device="cuda"), torch.arange(3, device=0), torch.full((), 2, device="cuda:0")],
+    "like another": lambda: torch.full_like(on_device(), 2).new_zeros(3) + on_device()[:3],
+    "a copy that nobody waits for": lambda: torch.ones(5).to("cuda", non_blocking=True) + on_device(),
+    "numbers": lambda: on_device() * 2 + torch.tensor(1.0),
+    "where": lambda: torch.where(mask(), on_device(), -torch.inf),
+    "index by the device's": lambda: on_device()[mark(index())],
+    "written numbers": write_numbers,
+    "repeat_interleave of a known size": lambda: torch.repeat_interleave(
+        on_device(), mark(torch.ones(5, dtype=torch.int64)), output_size=5
+    ),
+    "reductions": lambda: [on_device().max(), on_device().argmax(), on_device().cumsum(0), on_device().isfinite().all()],
+    "a gradient": gradient_on_the_device,
+    "the host's own": lambda: [torch.ones(5).nonzero(), torch.ones(5).tolist(), torch.ones(5)[torch.ones(5) > 0].sum().item()],
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_each_planted_wait_copy_and_mixture_is_seen_once(name):
+    kind, run = PLANTED[name]
+    with simulated_cuda() as seen:
+        run()
+    assert [event.kind for event in seen] == [kind], seen
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_costs_no_wait_stays_silent(name):
+    with simulated_cuda() as seen:
+        HARMLESS[name]()
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        (LOOK, lambda: on_device().sum().item()),
+        (COPY, lambda: torch.ones(5).to("cuda")),
+        (ASYNC_COPY, lambda: torch.ones(5).to("cuda", non_blocking=True)),
+        (ASYNC_COPY, lambda: on_device().copy_(torch.ones(5), non_blocking=True)),
+    ],
+    ids=["a look", "a copy", "a copy to the device", "a copy from the host"],
+)
+def test_a_capture_refuses_what_a_graph_cannot_hold(kind, run):
+    with simulated_cuda() as seen:
+        with pytest.raises(CaptureError, match=kind), seen.capture():
+            assert torch.cuda.is_current_stream_capturing()
+            run()
+        assert not torch.cuda.is_current_stream_capturing()
+        with seen.capture():
+            HARMLESS["reductions"]()
+
+
+def test_a_capture_refuses_a_kernel_without_a_binary():
+    """Another constant or another dtype is another binary; a kernel that ran with both is there."""
+    with simulated_cuda() as seen:
+        x = on_device()
+        seen.launch("some_kernel", (x, 5), {"BLOCK": 16})
+        with seen.capture():
+            seen.launch("some_kernel", (x * 2, 5), {"BLOCK": 16})
+            for arguments, options in (((x, 5), {"BLOCK": 32}), ((x.double(), 5), {"BLOCK": 16}), ((None, 5), {"BLOCK": 16})):
+                with pytest.raises(CaptureError, match=COMPILATION):
+                    seen.launch("some_kernel", arguments, options)
+
+
+def torch_as_it_is() -> dict:
+    owners = (torch, torch.Tensor, torch.cuda, torch.cuda.random)
+    return {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
+
+
+@pytest.mark.parametrize("error", [None, ValueError("stop")], ids=["at its end", "after an exception"])
+def test_torch_is_left_as_it_was(error):
+    before = torch_as_it_is()
+    try:
+        with simulated_cuda():
+            x = torch.ones(3, device="cuda")
+            if error:
+                raise error
+    except ValueError:
+        pass
+    after = torch_as_it_is()
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    assert not x.is_cuda and not torch.cuda.is_available() and x.tolist() == [1.0, 1.0, 1.0]

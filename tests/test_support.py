@@ -1,4 +1,6 @@
-"""Scores over the ids that a sampler kept, in both backends: values by hand, a float64 softmax of each set, layouts, bad input."""
+"""The ids that a sampler kept: the sets, scores over them in both backends, and what losses do with both.
+
+tests/test_generated_steps.py has losses, aggregations, corrections and KL terms with sets on each layout."""
 
 from __future__ import annotations
 
@@ -10,17 +12,84 @@ from unittest import mock
 import pytest
 import torch
 from carrier_cases import LiveBytes
-from helpers import KERNEL_DEVICE
-from simulated_ranks import groups_of_ranks, on_simulated_ranks
+from helpers import CLIP, KERNEL_DEVICE, Batch, random_batch, without_needless_clip
+from simulated_cuda import simulated_cuda
+from simulated_ranks import SimulatedGroup, groups_of_ranks, on_simulated_ranks
 from test_log_probs import ON_BACKENDS
 from torch import Tensor
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import row_kernels, vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.support import SupportLogProbs
+from megatron_rl.policy_loss import policy_loss
+from megatron_rl.policy_loss.api import PolicyLossOutput
+
+SETS = [[5, 1], [], [3], [2, 0, 9]]
+
+
+def as_lists(support: SamplingSupport) -> list[list[int]]:
+    return [ids.tolist() for ids in support.ids.split(support.sizes.tolist())]
+
+
+def test_sets_are_sorted_and_come_from_lists():
+    support = SamplingSupport.from_lists(SETS)
+    assert as_lists(support) == [[1, 5], [], [3], [0, 2, 9]]
+    assert (support.num_rows, support.num_pairs) == (4, 6)
+    assert support.ids.dtype == torch.int32 and support.offsets.dtype == torch.int64
+    assert support.rows.tolist() == [0, 0, 2, 3, 3, 3]
+
+
+def test_rows_are_taken_in_any_order_and_joined():
+    support = SamplingSupport.from_lists(SETS)
+    taken = support.take(torch.tensor([3, 1, 3, 0]))
+    assert as_lists(taken) == [[0, 2, 9], [], [0, 2, 9], [1, 5]]
+    assert as_lists(support.take(torch.tensor([1]))) == [[]] and support.take(torch.tensor([], dtype=torch.int64)).num_rows == 0
+    assert as_lists(support.take(torch.tensor([-1, -3]))) == [[0, 2, 9], []]  # from the end, as in all of torch
+    joined = SamplingSupport.cat([taken, support])
+    assert joined.bound == 10
+    assert as_lists(joined) == as_lists(taken) + as_lists(support)
+
+
+def test_a_set_has_its_token_and_an_id_is_repeated_in_its_own_row_alone():
+    support = SamplingSupport.from_lists([[3, 1, 3], [3], [], [4, 5]])
+    assert support.have(torch.tensor([3, 1, 3, 5])).tolist() == [True, False, False, True]
+    assert support.are_repeated.tolist() == [False, False, True, False, False, False]  # sorted: 1 3 3, 3, 4 5
+    assert SamplingSupport.from_lists([]).have(torch.tensor([], dtype=torch.int64)).tolist() == []
+
+
+def test_other_rows_are_emptied_with_what_is_wrong_in_them():
+    support = SamplingSupport.from_lists([[5, 1], [7, 7, 900], [3]])
+    live = support.only(torch.tensor([True, False, True]))
+    assert as_lists(live) == [[1, 5], [], [3]]
+    assert live.is_inside(6) and not support.is_inside(901)
+
+
+def test_blocks_are_neighbouring_rows_of_few_ids_or_one_row():
+    support = SamplingSupport.from_lists([*SETS, [], [4, 6]])
+    cut = {most: [(rows, pairs, as_lists(sets)) for rows, pairs, sets in support.blocks(most)] for most in (1, 3, 100)}
+    assert cut[3] == [
+        (slice(0, 3), slice(0, 3), [[1, 5], [], [3]]),
+        (slice(3, 5), slice(3, 6), [[0, 2, 9], []]),
+        (slice(5, 6), slice(6, 8), [[4, 6]]),
+    ]
+    assert [sets for _, _, sets in cut[1]] == [[[1, 5]], [[], [3]], [[0, 2, 9]], [[]], [[4, 6]]]
+    assert cut[100] == [(slice(0, 6), slice(0, 8), as_lists(support))]
+    assert list(SamplingSupport.from_lists([]).blocks()) == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets"), [([1, 2], [0, 1]), ([1, 2], [1, 2]), ([1, 2, 3], [0, 2, 1, 3]), ([1], []), ([1.0], [0, 1])]
+)
+def test_offsets_that_do_not_rise_to_the_ids_and_fractions_are_refused(ids, offsets):
+    with pytest.raises(DataError, match="rise from 0 to the|ids must be a vector of torch.int32"):
+        SamplingSupport(torch.tensor(ids), torch.tensor(offsets, dtype=torch.int64))
+
 
 V = 16
 # float32 against float64 of the same logits: a few roundings of numbers of size 5, and 1 / temperature; bfloat16: of the gradient
@@ -42,6 +111,7 @@ class Case:
     masked: tuple[int, ...] = ()
     vocab_size: int = V
     temperature: float = 0.7
+    view: str = "itself"
 
     @property
     def mask(self) -> Tensor:
@@ -86,7 +156,7 @@ def junk_of_masked_rows() -> Case:
 
 CASES = {
     "sets of all sizes": random_case(),
-    "temperature 1": random_case(12, seed=2, temperature=1.0),
+    "one id each": Case(30 * normal(9), list(range(9)), [[t] for t in range(9)], temperature=0.3),
     "padding columns hold NaN": replace(
         random_case(12, seed=3),
         logits=torch.cat([normal(12, 13), torch.full((12, 3), math.nan, dtype=torch.float64)], 1),
@@ -122,6 +192,13 @@ def truth(case: Case, c_support: Tensor, c_entropy: Tensor) -> tuple[Tensor, ...
     return *values, gradient
 
 
+# Logits as a host may hand them over: a view with strided columns, rows further apart than they are wide, one column before.
+VIEWS = {
+    "itself": lambda x: x,
+    "strided columns": lambda x: x.T.contiguous().T,
+    "wide rows": lambda x: torch.cat([x, torch.full_like(x, math.nan)], 1)[:, : x.shape[1]],
+    "shifted": lambda x: torch.cat([torch.full_like(x[:, :1], math.nan), x], 1)[:, 1:],
+}
 COEFFICIENTS = {"score": (1.0, 0.0), "both": (1.0, 1.0), "entropy": (0.0, 1.0)}
 
 
@@ -135,7 +212,7 @@ def run(case: Case, group, backend: str, dtype: torch.dtype, which: str, inplace
     width = case.logits.shape[1] // group.size()
     leaf = case.logits[:, group.rank() * width :][:, :width].to(KERNEL_DEVICE, dtype).clone().requires_grad_()
     values = vocab_parallel_log_probs(
-        leaf * 1 if inplace else leaf,
+        VIEWS[case.view](leaf * 1 if inplace else leaf),
         torch.tensor(case.labels, dtype=torch.int64, device=KERNEL_DEVICE),
         loss_mask=case.mask.to(KERNEL_DEVICE),
         temperature=case.temperature,
@@ -171,33 +248,31 @@ def check(case: Case, found: tuple[Tensor, ...], dtype: torch.dtype, which: str)
     scale = max(1.0, float(gradient.abs().max()) if gradient.numel() else 0.0)
     torch.testing.assert_close(found[-1], gradient, rtol=0, atol=GRADIENTS[dtype] * scale)
     assert not found[-1][:, case.vocab_size :].any(), "padding has no gradient"
+    if case is CASES["one id each"] and which == "score":
+        assert not any(part.any() for part in found), "exactly 0"
 
 
-@pytest.mark.parametrize("which", COEFFICIENTS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_values_and_gradient_are_those_of_a_softmax_over_each_set(name, which, tp):
+@pytest.mark.parametrize(("tp", "which"), [(1, "both"), (2, "score"), (4, "both"), (4, "entropy")])
+def test_values_and_gradient_are_those_of_a_softmax_over_each_set(name, tp, which):
     check(CASES[name], by_ranks(CASES[name], tp, "torch", torch.float64, which), torch.float64, which)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("name", "tp", "which", "inplace"),
+    ("name", "tp", "which", "inplace", "dtype"),
     [
-        ("sets of all sizes", 1, "both", False),
-        ("sets of all sizes", 2, "both", True),
-        ("padding columns hold NaN", 4, "score", False),
-        ("far below", 2, "score", False),
-        ("masked rows hold anything", 2, "both", True),
-        ("-inf logits", 1, "entropy", True),
-        ("no row", 2, "both", False),
+        ("sets of all sizes", 1, "both", False, torch.bfloat16),
+        ("sets of all sizes", 2, "both", True, torch.float32),
+        ("padding columns hold NaN", 4, "score", False, torch.bfloat16),
+        ("far below", 2, "score", False, torch.float32),
+        ("one id each", 4, "score", False, torch.float32),
+        ("masked rows hold anything", 2, "both", True, torch.float16),
+        ("-inf logits", 1, "entropy", True, torch.float16),
+        ("no row", 2, "both", False, torch.float32),
     ],
 )
 def test_narrow_logits_too_in_place_and_in_both_backends(name, tp, which, inplace, dtype, backend):
-    case = CASES[name]
-    if name == "padding columns hold NaN" and dtype == torch.float16:
-        case = replace(case, temperature=1.0)
-    check(case, by_ranks(case, tp, backend, dtype, which, inplace), dtype, which)
+    check(CASES[name], by_ranks(CASES[name], tp, backend, dtype, which, inplace), dtype, which)
 
 
 # Values by hand, to 1e-9: logits, temperature 0.7, sets and actions as below; ids 0 and 1 of the first row give
@@ -229,30 +304,21 @@ GRADIENT_OF_BOTH = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_values_by_hand(dtype, backend):
-    if backend == "triton" and dtype == torch.float64:
-        dtype = torch.float32
+def test_values_by_hand(backend):
+    dtype, tolerance = (torch.float32, 1e-6) if backend == "triton" else (torch.float64, 1e-9)
     leaf = BY_HAND.logits.to(KERNEL_DEVICE, dtype).clone().requires_grad_()
     labels, support = torch.tensor(BY_HAND.labels).to(KERNEL_DEVICE), SamplingSupport.from_lists(BY_HAND.kept).to(KERNEL_DEVICE)
     shared = {"temperature": 0.7, "backend": backend}
     scores, entropy = vocab_parallel_log_probs(leaf, labels, sampling_support=support, with_entropy=True, **shared)
-    of_all = vocab_parallel_log_probs(leaf.detach(), labels, **shared)
+    mass = vocab_parallel_log_probs(leaf.detach(), labels, **shared) - scores
     c, e = torch.tensor([[-1, 0.5, 2, -0.25], [0.2, -0.1, 0.3, 0.5]], dtype=dtype, device=KERNEL_DEVICE)
     (alone,) = torch.autograd.grad((c * scores).sum(), leaf, retain_graph=True)
-    (both,) = torch.autograd.grad((c * scores + e * entropy).sum(), leaf)
-    near = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-6, check_dtype=False)
-    mass = of_all - scores
-    for got, want in (*((scores, SUPPORT), (entropy, ENTROPY), (mass, LOG_MASS), (alone, GRADIENT), (both, GRADIENT_OF_BOTH)),):
-        near(got.detach().cpu(), torch.tensor(want, dtype=torch.float64))
+    (both,) = torch.autograd.grad((c * scores + e * entropy).sum(), leaf, retain_graph=True)
+    (again,) = torch.autograd.grad((c * scores).sum(), leaf)
+    assert torch.equal(again, alone), "a second backward"
+    for got, want in ((scores, SUPPORT), (entropy, ENTROPY), (mass, LOG_MASS), (alone, GRADIENT), (both, GRADIENT_OF_BOTH)):
+        torch.testing.assert_close(got.detach().double().cpu(), torch.tensor(want, dtype=torch.float64), rtol=0, atol=tolerance)
     assert scores[2] == 0.0, "a set of one id"
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_a_set_of_one_id_has_score_and_gradient_exactly_0(tp, backend):
-    case = Case(30 * normal(9), list(range(9)), [[t] for t in range(9)], temperature=0.3)
-    scores, gradient = by_ranks(case, tp, backend, torch.float32, "score")
-    assert not scores.any() and not gradient.any()
 
 
 def test_each_row_is_computed_alone_and_the_order_of_ids_decides_no_bit(backend):
@@ -287,74 +353,26 @@ def test_large_sets_are_taken_in_blocks_with_the_same_bits(most, backend):
                 run(wrong, SINGLE, backend, torch.float32, "both")
 
 
-# Logits as a host may hand them over: a view with strided columns, rows further apart than they are wide, one column before.
-VIEWS = {
-    "strided columns": lambda x: x.T.contiguous().T,
-    "wide rows": lambda x: torch.cat([x, torch.full_like(x, math.nan)], 1)[:, : x.shape[1]],
-    "shifted": lambda x: torch.cat([torch.full_like(x[:, :1], math.nan), x], 1)[:, 1:],
-}
-
-
-@pytest.mark.parametrize("which", ["score", "both"])
-@pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("view", "inplace", "which"), [("strided columns", True, "both"), ("wide rows", True, "score"), ("shifted", False, "both")]
+)
 def test_views_of_logits_have_the_numbers_of_a_copy(view, inplace, which, backend):
-    case, found = random_case(), []
-    for given in (VIEWS[view], torch.clone):
-        leaf = case.logits.float().to(KERNEL_DEVICE).clone().requires_grad_()
-        values = vocab_parallel_log_probs(
-            given(leaf * 1),
-            torch.tensor(case.labels).to(KERNEL_DEVICE),
-            loss_mask=case.mask.to(KERNEL_DEVICE),
-            temperature=0.7,
-            backend=backend,
-            inplace=inplace,
-            sampling_support=SamplingSupport.from_lists(case.kept).to(KERNEL_DEVICE),
-            with_entropy=True,
-        )
-        c = [x.to(KERNEL_DEVICE, torch.float32) for x in coefficients_of(case, which)]
-        sum((w * value).sum() for w, value in zip(c, values, strict=True) if w.any()).backward()
-        found.append((*(value.detach() for value in values), leaf.grad))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)  # other splits of a row, other orders of additions
-
-
-def counted(case: Case, tp: int, which: str, monkeypatch) -> list[tuple[str, tuple[int, ...]]]:
-    """The collectives of the first rank, without the comparison of arguments; and what backward adds."""
-    calls: list[tuple[str, tuple[int, ...]]] = []
-
-    def one(group) -> None:
-        from simulated_ranks import SimulatedGroup
-
-        exchange = SimulatedGroup.exchange
-
-        def counting(self, kind, value):
-            if self.own_rank == 0:
-                calls.append((kind, tuple(value.shape)))
-            return exchange(self, kind, value)
-
-        if group.rank() == 0:
-            monkeypatch.setattr(SimulatedGroup, "exchange", counting)
-        width = V // group.size()
-        leaf = case.logits[:, group.rank() * width :][:, :width].float().clone().requires_grad_()
-        values = vocab_parallel_log_probs(
-            leaf,
-            torch.tensor(case.labels),
-            tp_group=group,
-            check_ranks=False,
-            sampling_support=SamplingSupport.from_lists(case.kept),
-            with_entropy=which == "both",
-        )
-        sum(value.sum() for value in (values if isinstance(values, tuple) else (values,))).backward()
-
-    on_simulated_ranks(lambda of_rank: one(of_rank.tp), groups_of_ranks(tp=tp))
-    return calls
+    found, want = (run(random_case(view=name), SINGLE, backend, torch.float32, which, inplace) for name in (view, "itself"))
+    for got, wanted in zip(found, want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)  # other splits of a row, other orders of additions
 
 
 @pytest.mark.parametrize(("which", "widths"), [("score", [3]), ("both", [3, 4])])
 def test_scores_and_entropy_have_an_all_gather_each_and_backward_none(which, widths, monkeypatch):
-    case = Case(normal(5), [0, 1, 2, 3, 4], [[t, t + 6] for t in range(5)])
-    calls = [call for call in counted(case, 2, which, monkeypatch) if call[1] != (4096,)]
+    calls, exchange = [], SimulatedGroup.exchange
+
+    def counting(group, kind, value, *others):
+        if group.own_rank == 0 and tuple(value.shape) != (MESSAGE_BYTES,):
+            calls.append((kind, tuple(value.shape)))
+        return exchange(group, kind, value, *others)
+
+    monkeypatch.setattr(SimulatedGroup, "exchange", counting)
+    by_ranks(Case(normal(5), [0, 1, 2, 3, 4], [[t, t + 6] for t in range(5)]), 2, "torch", torch.float32, which)
     assert calls == [("all_gather", (5, width)) for width in widths]
 
 
@@ -385,18 +403,6 @@ def test_in_place_a_second_loss_of_the_same_logits_raises():
         second.sum().backward()
 
 
-def test_a_second_backward_out_of_place_gives_the_same():
-    case = random_case()
-    leaf, mask, support = case.logits.clone().requires_grad_(), case.mask, SamplingSupport.from_lists(case.kept)
-    scores, entropy = vocab_parallel_log_probs(
-        leaf, torch.tensor(case.labels), loss_mask=mask, sampling_support=support, with_entropy=True
-    )
-    loss = (scores + 2 * entropy).sum()
-    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, leaf)
-    assert torch.equal(first, second)
-
-
 # What is refused on the CPU, and what it is on a device that nobody asks: a score that is no number, which the losses count.
 WRONG = {
     "the action outside its set": ([3, 5], -math.inf),
@@ -406,25 +412,6 @@ WRONG = {
     "an id below 0": ([-1, 4], math.nan),
     "as many ids as the vocabulary, one of them twice": ([*range(15), 3], math.nan),
 }
-SAID = {
-    "the action outside its set": r"token 1 took the id 4, which is not among its 2 ids 3, 5: .*shifted by one[?]",
-    "an empty set": r"token 1 is trained and its set is empty: mask the token",
-    "an id twice": r"token 1 has the ids 2, 2, 4: they must be distinct and in \[0, 16\)",
-    "an id that no vocabulary has": r"token 1 has the ids 4, 16: they must be distinct and in \[0, 16\)",
-    "an id below 0": r"token 1 has the ids -1, 4: they must be",
-    "as many ids as the vocabulary, one of them twice": r"token 1 has the ids 0, 1, 2, 3, 3, 4, \.\.\.: they must be",
-}
-
-
-@pytest.mark.parametrize("which", WRONG)
-def test_a_wrong_set_of_a_trained_token_is_named(which):
-    support = SamplingSupport.from_lists([[0, 3], WRONG[which][0], []])
-    mask = torch.tensor([True, True, False])
-    with pytest.raises(DataError, match=f"^sampling_support: {SAID[which]}.* 1 unmasked tokens have such a fault$"):
-        vocab_parallel_log_probs(normal(3), torch.tensor([0, 4, 4]), loss_mask=mask, sampling_support=support)
-    vocab_parallel_log_probs(
-        normal(3), torch.tensor([0, 4, 4]), loss_mask=torch.tensor([True, False, False]), sampling_support=support
-    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -450,19 +437,6 @@ def test_a_wrong_set_that_nobody_reads_gives_no_number(which, tp, backend):
         assert scores[1] == want or (math.isnan(want) and scores[1].isnan())
         assert scores[[0, 2]].isfinite().all()
     assert gradient[[0, 2]].isfinite().all() and (gradient[[0, 2]] != 0).sum() == 4
-
-
-@pytest.mark.parametrize(
-    ("support", "message"),
-    [
-        ([[0, 1]], "sampling_support is list: pass megatron_rl.SamplingSupport"),
-        (SamplingSupport.from_lists([[0], [1]]), "sampling_support has 2 rows and the micro-batch 3 tokens"),
-        (SamplingSupport.from_lists([[0], [1], [2]]).to(torch.device("meta")), "sampling_support is on meta and the logits on cpu"),
-    ],
-)
-def test_what_is_no_support_of_these_rows_is_refused(support, message):
-    with pytest.raises(DataError, match=message):
-        vocab_parallel_log_probs(normal(3), torch.tensor([0, 1, 2]), sampling_support=support)
 
 
 def test_sets_of_masked_tokens_may_differ_between_ranks():
@@ -502,3 +476,115 @@ def test_ranks_with_other_sets_are_named(changes):
         match="(sizes of|ids of|whether) sampling_support( is given)? differs between tensor-parallel ranks",
     ):
         on_simulated_ranks(lambda of_rank: one(of_rank.tp, changes["kept"] if of_rank.tp.rank() else same), groups_of_ranks(tp=2))
+
+
+COLUMNS, SOME = 11, ("grpo", "gspo", "gspo_token")
+
+
+def float32(batch: Batch) -> Batch:
+    names = ("logits", "old_log_probs", "advantages", "token_weights")
+    return replace(batch, **{name: getattr(batch, name).float() for name in names})
+
+
+def sets_of(batch: Batch, size: int) -> SamplingSupport:
+    """So many ids a row, the label among them."""
+    return SamplingSupport.from_lists([[(int(label) + 3 * i) % COLUMNS for i in range(size)] for label in batch.labels])
+
+
+def every_term(batch: Batch) -> dict:
+    return {
+        "importance_weights": 1.2 + torch.cos(batch.old_log_probs),
+        "ref_log_probs": batch.old_log_probs - 0.1,
+        "kl_coefficient": 0.2,
+        "entropy_coefficient": 0.1,
+        "regularizer_weights": 0.5 + torch.arange(len(batch.documents), dtype=batch.logits.dtype),
+        "metrics": "with_entropy",
+        "temperature": 0.7,
+    }
+
+
+def run_loss(name: str, batch: Batch, backend: str = "torch", **options) -> tuple[PolicyLossOutput, Tensor]:
+    leaf = batch.logits.to(KERNEL_DEVICE).clone().requires_grad_()
+    there = {
+        key: value.to(KERNEL_DEVICE) if isinstance(value, Tensor | SamplingSupport) else value for key, value in options.items()
+    }
+    arguments = [value.to(KERNEL_DEVICE) for value in batch.arguments()]
+    output = without_needless_clip(policy_loss, name, leaf * 1, *arguments, backend=backend, **CLIP, **there)
+    output.loss.backward()
+    return output, leaf.grad.cpu()
+
+
+@pytest.mark.parametrize("terms", ["alone", "every term"])
+@pytest.mark.parametrize("name", SOME)
+def test_sets_of_the_whole_vocabulary_change_nothing(name, terms, backend):
+    """Two orders of the additions of a row."""
+    batch = float32(random_batch([6, 3, 8]))
+    options = {"inplace": True} | ({"metrics": "basic"} if terms == "alone" else every_term(batch))
+    want, gradient = run_loss(name, batch, backend, **options)
+    got, of_sets = run_loss(name, batch, backend, sampling_support=sets_of(batch, COLUMNS), **options)
+    near = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    for field in ("loss", "policy_loss", "kl_loss", "entropy", "log_probs"):
+        near(getattr(got, field), getattr(want, field))
+    near(of_sets, gradient)
+    near(got.metrics.values, want.metrics.values)
+    metrics = finalise_metrics(got.metrics)
+    assert metrics["policy/kept_ids"] == COLUMNS and metrics["policy/outside_support"] == 0
+
+
+def test_an_announced_or_assumed_factor_changes_no_bit_and_is_checked(backend):
+    """One kernel that reads each row once has no sets: two kernels make the gradient, with any factor."""
+    batch = float32(random_batch([5, 4]))
+    shared = {"sampling_support": sets_of(batch, 3)} | every_term(batch)
+    _, want = run_loss("grpo", batch, backend, **shared)
+    for factor in (1.0, AssumedScale()):
+        assert torch.equal(run_loss("grpo", batch, backend, loss_scale=factor, **shared)[1], want)
+    if KERNEL_DEVICE == "cpu":
+        with pytest.raises(ConfigError, match="loss_scale=2.0 was announced and backward delivers 1.0"):
+            run_loss("grpo", batch, backend, loss_scale=2.0, **shared)
+
+
+@pytest.mark.skipif(KERNEL_DEVICE == "cuda", reason="on CUDA nothing is read")
+def test_a_logit_outside_the_set_is_read_where_the_entropy_is(backend):
+    batch = float32(random_batch([5, 4], num_masked=(0, 0)))
+    batch.logits[6, (int(batch.labels[6]) + 1) % COLUMNS] = math.nan
+    support, terms = sets_of(batch, 3), every_term(batch)
+    with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked tokens .* not finite, in entropy"):
+        run_loss("grpo", batch, backend, sampling_support=support, **terms)
+    without = terms | {"entropy_coefficient": 0.0, "metrics": "basic"}
+    output, gradient = run_loss("grpo", batch, backend, sampling_support=support, **without)
+    assert output.loss.isfinite() and gradient.isfinite().all()
+
+
+@pytest.mark.skipif(KERNEL_DEVICE == "cuda", reason="on CUDA nothing is read")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_kept_logit_that_is_not_finite_is_named(value, backend):
+    """-inf is a probability of 0: of the token that was drawn it is an error, of another one it is none."""
+    batch = float32(random_batch([5, 4], num_masked=(0, 0)))
+    label = int(batch.labels[6])
+    batch.logits[6, label] = value
+    with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked tokens .* not finite, in log_probs"):
+        run_loss("grpo", batch, backend, sampling_support=sets_of(batch, 3))
+    batch.logits[6, label], batch.logits[6, (label + 3) % COLUMNS] = 0.5, -math.inf
+    output, gradient = run_loss("grpo", batch, backend, sampling_support=sets_of(batch, 3))
+    assert output.loss.isfinite() and gradient.isfinite().all() and gradient[6, (label + 3) % COLUMNS] == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("kept", [[0, 1], [8, 9], [0, 0, 3]], ids=["a right set", "without the action", "an id twice"])
+def test_a_device_is_not_waited_for_and_counts_a_wrong_set_as_not_finite(kept, backend):
+    """Nothing raises there: the step is stopped by the count. Of a masked token nothing counts."""
+    batch = float32(random_batch([5, 0, 4], num_masked=(0, 0, 1)))
+    batch.labels[2] = batch.labels[5] = 0
+    sets = [[int(label), (int(label) + 1) % COLUMNS] for label in batch.labels]
+    sets[2] = sets[5] = kept
+    with simulated_cuda() as seen:
+        support = SamplingSupport.from_lists(sets).to(torch.device("cuda"))
+        arguments, leaf = [value.to("cuda") for value in batch.arguments()], batch.logits.to("cuda").requires_grad_()
+        options = {**CLIP, "tp_group": SINGLE, "cp_group": SINGLE, "metrics": "with_entropy", "backend": backend}
+        seen.clear()
+        output = policy_loss("grpo", leaf * 1, *arguments, sampling_support=support, **options)
+        output.loss.backward()
+        assert seen == []
+        assert output.num_nonfinite.cpu().tolist() == [int(kept != [0, 1]), 0, 0]
+        outside = int(output.metrics.support[-1].cpu())
+    assert outside == (kept == [8, 9])
