@@ -148,21 +148,18 @@ def own_losses():
 SLOW_FILES = set(
     "test_benchmarks test_checkpoints test_compile test_doctor test_empty_microbatches test_examples test_expert_training "
     "test_fused_head test_fused_head_layouts test_host_matrix test_kernel_code test_launch test_length_bias "
-    "test_megatron_cpu test_pytest_plugin test_ranks test_rewards test_selftest test_setup test_step_mistakes "
-    "test_train_command test_train_docs_per_step test_train_faults test_train_loop test_watchdog "
+    "test_megatron_cpu test_pytest_plugin test_ranks test_selftest test_setup test_step_mistakes "
+    "test_train_command test_train_docs_per_step test_train_loop test_watchdog "
     "test_whole_host".split()
 )
 
 
-# All tests that were collected, also those that -m and -k take away.
-COLLECTED_IDS = pytest.StashKey[list[str]]()
 # The files of those that `make gpu` selects.
 GPU_FILES = pytest.StashKey[set[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    config.stash[COLLECTED_IDS] = [item.nodeid for item in items]
     if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"an address in the name of a test: workers collect other names. Give it ids: {addressed[0]}")
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("kernel")]

@@ -22,8 +22,6 @@ import torch
 import trainer_cases as cases
 from helpers import error_of, pool_of
 from safetensors.torch import save_file
-from test_files_fuzz import MODEL, SHAPES
-from test_train_docs_per_step import write_file
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -79,6 +77,10 @@ KINDS = {
     "steps of documents": Kind(
         config={"docs_per_step": 8}, options={"rollouts": "rollouts.jsonl", "num_rollouts": None, "micro_batch_size": 2}
     ),
+    # The checkpoint is of the last trained step, so the skipped steps after it are met again, and counted once.
+    "a rollout without a token": Kind(
+        config={"empty_step": "skip"}, options={"rollouts": "masked.jsonl", "num_rollouts": None}, other={cases.TP: 2}
+    ),
     "a Hugging Face folder": Kind(
         layout={cases.TP: 2}, settings={"hf_model": "model", "num_layers": 1, "hidden_size": 8, "vocab_size": 10}, other={}
     ),
@@ -105,11 +107,28 @@ def kind_on_rank(rank, folder, output_dir, kind, layout_settings, resume, row_of
         return run_on_rank(rank, output_dir, {**OPTIONS, **options}, settings, resume, replace(CONFIG, **kind.config))
 
 
+# A Llama of one layer with a vocabulary of 10.
+MODEL = {
+    **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 1e6},
+    **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4},
+    **{"intermediate_size": 12, "vocab_size": 10, "max_position_embeddings": 16, "rms_norm_eps": 1e-6},
+}
+LAYER = {
+    **{"self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8), "self_attn.o_proj": (8, 8)},
+    **{"input_layernorm": (8,), "post_attention_layernorm": (8,)},
+    **{"mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12)},
+}
+SHAPES = {"model.embed_tokens": (10, 8), "model.norm": (8,), "lm_head": (10, 8)}
+SHAPES |= {f"model.layers.0.{name}": shape for name, shape in LAYER.items()}
+
+
 @pytest.fixture(scope="module")
 def given(tmp_path_factory) -> Path:
-    """A file of four rollouts of twelve samples, and a model of a layer with a vocabulary of 10."""
+    """Files of rollouts of twelve samples, in one of which a rollout is masked, and a folder of MODEL."""
     folder = tmp_path_factory.mktemp("given")
-    write_file(folder / "rollouts.jsonl", [[[3, 4, 2, 4], [1, 4, 4, 2], [4, 4, 3, 1]]] * 4)
+    batches = [cases.make_batch(index, [[3, 4, 2, 4], [1, 4, 4, 2], [4, 4, 3, 1]]) for index in range(4)]
+    cases.write_file(folder / "rollouts.jsonl", batches)
+    cases.write_file(folder / "masked.jsonl", [cases.masked(batches[1]) if index == 1 else batches[index] for index in range(3)])
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     generator = torch.Generator().manual_seed(0)
@@ -197,12 +216,9 @@ def copy_of(saved, folder) -> Path:
 
 
 OTHER_MODELS = [
-    pytest.param({"num_layers": 4}, "--num-layers 2, this run has 4", id="more layers"),
     pytest.param({"num_layers": 4, "hidden_size": 64}, "--num-layers 2, this run has 4", id="two differences, told at once"),
-    pytest.param({"hidden_size": 64}, "--hidden-size 32, this run has 64", id="another width"),
     pytest.param({"num_attention_heads": 2}, "--num-attention-heads 4, this run has 2", id="other heads, of the same shapes"),
     pytest.param({"vocab_size": 12}, "--vocab-size 11, this run has 12", id="a vocabulary of the same padded size"),
-    pytest.param({"vocab_size": 20}, "--vocab-size 11, this run has 20", id="a larger vocabulary, which Megatron would fill up"),
     pytest.param({"bf16": True}, "--bf16 False, this run has True", id="another precision"),
     pytest.param({"use_distributed_optimizer": True}, "--use-distributed-optimizer False, this run has True", id="optimiser"),
 ]
@@ -214,18 +230,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_flag(pool, saved, setti
     for error in loading(pool, saved / "step_00000002", settings, 2):
         assert error.startswith("ConfigError: ") and f"was saved with {message}: give it the same" in error
         assert len(settings) == 1 or ("2 problems" in error and "--hidden-size 32, this run has 64" in error)
-
-
-def test_a_checkpoint_with_a_damaged_file_is_refused(pool, saved, tmp_path):
-    """A copy that was interrupted. Which files there are is the installed Megatron-Core's choice."""
-    damages = {"missing": Path.unlink, "cut": lambda path: os.truncate(path, path.stat().st_size // 2)}
-    rows = [(name, damage) for name in os.listdir(saved / "step_00000001") for damage in damages]
-    assert len(rows) > 4
-    copies = [copy_of(saved, tmp_path / f"{damage} {name}") for name, damage in rows]
-    for copy, (name, damage) in zip(copies, rows, strict=True):
-        damages[damage](copy / name)
-    for row, (error,) in zip(rows, loading_each(pool, copies), strict=True):
-        assert error.startswith("ConfigError: ") and "cannot be read" in error and "missing or damaged" in error, (row, error)
 
 
 def killed_save_on_rank(rank, directory):
@@ -382,22 +386,30 @@ def test_a_stranger_s_checkpoint_runs_nothing(pool, saved, tmp_path):
         assert all("it holds more than plain data, and none of it was run" in message for message in refused), refused
 
 
-def test_one_flipped_bit_is_found_in_any_file(pool, saved, tmp_path):
-    """In the middle of a tensor nothing else would notice it: the run would go on with other weights. sha256sum reads the sums."""
+def flipped(path: Path) -> None:
+    """In the middle of a tensor nothing else would notice it: the run would go on with other weights."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 0x04
+    path.write_bytes(content)
+
+
+DAMAGES = {"missing": Path.unlink, "cut": lambda path: os.truncate(path, path.stat().st_size // 2), "flipped": flipped}
+
+
+def test_a_damaged_file_is_refused(pool, saved, tmp_path):
+    """Which files there are is the installed Megatron-Core's choice. sha256sum reads the sums."""
     checked = subprocess.run(["sha256sum", "--strict", "-c", CHECKSUMS], cwd=saved / "step_00000001", capture_output=True)
     assert checked.returncode == 0
     names = os.listdir(saved / "step_00000001")
     assert {".metadata", "__0_0.distcp", "__1_0.distcp", CHECKSUMS} <= set(names)
-    rows, copies = [(name, place) for name in names for place in (0, 1, 2)], []
-    for name, place in rows:
-        copies.append(copy_of(saved, tmp_path / f"{name} {place}"))
-        flipped = bytearray((copies[-1] / name).read_bytes())
-        flipped[(0, len(flipped) // 3, len(flipped) - 2)[place]] ^= 0x04
-        (copies[-1] / name).write_bytes(flipped)
-    for (name, _), messages in zip(rows, loading_each(pool, copies, world_size=2), strict=True):
+    rows = [(name, damage) for name in names for damage in DAMAGES]
+    copies = [copy_of(saved, tmp_path / f"{damage} {name}") for name, damage in rows]
+    for copy, (name, damage) in zip(copies, rows, strict=True):
+        DAMAGES[damage](copy / name)
+    for (name, damage), messages in zip(rows, loading_each(pool, copies, world_size=2), strict=True):
         for message in messages:
-            assert message.startswith("ConfigError: ") and "files are missing or damaged: " in message, message
-            assert name in message or name == CHECKSUMS, message
+            assert message.startswith("ConfigError: ") and "missing or damaged" in message, (name, damage, message)
+            assert name in message or damage != "flipped" or name == CHECKSUMS, message
 
 
 def failing_load_on_rank(rank, checkpoint):
@@ -416,7 +428,7 @@ def test_what_fails_while_loading_is_named_and_is_no_damage(pool, saved):
         assert "damaged" not in message and "Traceback" not in message
 
 
-NO_NAMES = [b"", b".", b"..", b"../..", b"/etc", b"step_00000001\nstep_00000002", b"\xff\xfe", b"\x1b[31mX", "\u2028".encode()]
+NO_NAMES = [b"", b"..", b"/etc", b"step_00000001\nstep_00000002", b"\xff\xfe", b"\x1b[31mX"]
 
 
 @pytest.mark.parametrize("content", [*NO_NAMES, b"a" * 5000], ids=lambda content: ascii(content[:20]))

@@ -1,22 +1,30 @@
-"""`megatron-rl explain`: weights by hand, words, messages, its page. Chains and files: test_explain_chain.py, _files.py."""
+"""`megatron-rl explain`: weights by hand, the chain of factors of a host, words, messages, files."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import sys
-import textwrap
+from dataclasses import replace
 from fractions import Fraction
 from importlib import import_module
+from pathlib import Path
 
 import pytest
-from explain_cases import CLOSE, S, explain, explain_json
+from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, S, chain_of, explain, explain_json, stages
 from forked import forget, forked
 from test_counts import GOLDEN
+from test_rollouts import make_sample
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts import SETTINGS_NAMES
+from megatron_rl.hosts.adapters import adapter_named
+from megatron_rl.train.rollout_files import save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch
 from megatron_rl.validation.weight_words import shift_of_weights
-from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
+from megatron_rl.weights import Formula, get_loss_aggregation, loss_aggregation_names
 
 RAGGED = ["--response-lengths", "64,512,4096,64", "--prompt-ids", "a,a,b,b"]
 
@@ -26,27 +34,20 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(params=["as registered", "with a fifth"])
-def every_aggregation(request) -> tuple[str, ...]:
-    """The names of the registry; the second time with another one. row_mean is sample_mean where each sample is a rollout, and is
-    not shown then."""
-    if request.param == "with a fifth":
-        register_loss_aggregation("of_squares", formula="m_i / N^2")
-    return tuple(name for name in loss_aggregation_names() if name != "row_mean")
+# row_mean is sample_mean where each sample is a rollout, and is not shown then.
+SHOWN = tuple(name for name in loss_aggregation_names() if name != "row_mean")
+WEIGHTS_BY_HAND = {row.values[0]: row.values[1] for row in GOLDEN}
 
 
-WEIGHTS_BY_HAND = {row.values[0]: row.values[1] for row in GOLDEN} | {"of_squares": ["1/8", "1/4", "1/16", "0"]}
-
-
-def test_step_s_by_hand(every_aggregation):
+def test_step_s_by_hand():
     """FB-06: the names, formulas and numbers of the golden table. FB-18: the masked sample counts in N and has weight 0."""
     found = explain_json(*S, "--loss-aggregation-divisor", "8")
     assert [found[name] for name in ("num_samples", "num_rollouts", "num_prompts", "num_tokens")] == [4, 4, 2, 7]
     assert found["num_masked_samples"] == 1
     assert found["mean_tokens"] == pytest.approx(7 / 3, **CLOSE)  # of the samples with a token
     assert found["token_counts"] == [2, 4, 1, 0]
-    assert tuple(found["aggregations"]) == every_aggregation
-    for name in every_aggregation:
+    assert tuple(found["aggregations"]) == SHOWN
+    for name in SHOWN:
         weighing, exact = found["aggregations"][name], [float(Fraction(weight)) for weight in WEIGHTS_BY_HAND[name]]
         assert weighing["token_weights"] == pytest.approx(exact, **CLOSE)
         masses = [weight * count for weight, count in zip(exact, [2, 4, 1, 0], strict=True)]
@@ -77,12 +78,12 @@ def test_rollouts_of_several_samples_have_one_share_each():
     assert found["net_weights"] == pytest.approx(weights["row_mean"], **CLOSE)
 
 
-def test_shares_of_unequal_lengths(every_aggregation):
+def test_shares_of_unequal_lengths():
     """512 of 576 tokens are 88.9 % of half the weight under prompt_mean; 4096 of 4736 are 86.5 % where tokens count alike."""
     _, out, _ = explain(*RAGGED)
     rows = {line[:8]: re.findall(r"[\d.]+%", line) for line in out.splitlines() if line.startswith("sample ")}
     (sums,) = [line.split()[3:] for line in out.splitlines() if line.startswith("sum of weights")]
-    columns = {name: found for name, *found in zip(every_aggregation, rows["sample 1"], rows["sample 2"], sums[1:], strict=True)}
+    columns = {name: found for name, *found in zip(SHOWN, rows["sample 1"], rows["sample 2"], sums[1:], strict=True)}
     assert sums[0] == "4736"
     assert columns["sample_mean"] == ["25.0%", "25.0%", "1"]
     assert columns["prompt_mean"] == ["44.4%", "49.2%", "1"]
@@ -104,11 +105,11 @@ def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
     assert "(m: mean tokens of a sample)" in announced  # the same words
 
 
-def test_every_aggregation_is_told_what_it_does_to_a_step(every_aggregation):
+def test_every_aggregation_is_told_what_it_does_to_a_step():
     """64 + 512 + 4096 + 64 tokens, L = 4096: m / L = 1184 / 4096. Step S: sample_mean's weights sum to 3/4, the others' to 1."""
     _, out, _ = explain(*RAGGED)
     lines = {line.split()[0]: line for line in out.splitlines() if " against sample_mean: " in line}
-    assert lines.keys() == set(every_aggregation) - {"sample_mean"}
+    assert lines.keys() == set(SHOWN) - {"sample_mean"}
     same = "the same sum of weights; look at grad_norm before you keep --clip-grad; its long samples weigh more"
     for name in ("prompt_mean", "token_mean"):
         assert lines[name] == f"{name} against sample_mean: {same}"
@@ -117,8 +118,7 @@ def test_every_aggregation_is_told_what_it_does_to_a_step(every_aggregation):
     assert "near learning rate x 3.459, a like clipping near --clip-grad x 0.2891" in constant
     assert constant.endswith("KL and entropy terms are 3.459 x as strong")
     masked = explain(*S, "--loss-aggregation-divisor", "8")[1]
-    for name in ("prompt_mean", "token_mean"):
-        assert re.search(rf"^{name} against sample_mean: sum of weights x 1\.333", masked, re.MULTILINE)
+    assert masked.count(" against sample_mean: sum of weights x 1.333") == 2
 
 
 LENGTHS = ["--response-lengths", "2,3"]
@@ -128,17 +128,13 @@ MESSAGES = [
     ([*LENGTHS, "--prompt-ids", "a,"], "--prompt-ids a,: one entry for each of the 2 responses is needed, as in a,a,b"),
     (["--response-lengths", "3100,", "2000"], "takes no argument '2000'"),
     ([*LENGTHS, "--prompt-ids", "a,b", "--rollout-ids", "0,0"], "rollout 0 has samples of the prompts a and b"),
-    ([*LENGTHS, "--loss-masks", "11,1x1"], "response 1: loss_mask must be a list of 0 and 1"),
     ([*LENGTHS, "--loss-masks", "11,11"], "response 1: a loss_mask of 2 for a response_length of 3"),
     (["--rollouts", "r.jsonl", "--loss-masks", "11"], "--loss-masks does nothing with --rollouts: remove it"),
-    ([*LENGTHS, "--rollout-index", "1"], "--rollout-index does nothing with --response-lengths: remove it"),
     ([*LENGTHS, "--data-parallel-size", "2"], "--data-parallel-size does nothing without --host: remove it, or give --host"),
-    ([*LENGTHS, "--calculate-per-token-loss"], "--calculate-per-token-loss does nothing without --host"),
     (["--micro-batches", "2,3"], "--micro-batches without --stock: say whose weights"),
     ([*LENGTHS, "--rollout-ids", "0,0", "--host", "nemo_rl"], "--host nemo_rl: it counts rows; remove --host"),
     ([*LENGTHS, "--host", "roll", "--calculate-per-token-loss"], "ROLL's factors are made for the mean over ranks"),
     ([*LENGTHS, "--host", "nemo_rl", "--loss-aggregation", "row_mean"], "NeMo-RL does not hand over what row_mean needs"),
-    ([*LENGTHS, "--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
     ([*LENGTHS, "--host", "slime", "--calculate-per-token-loss"], "does not go with calculate_per_token_loss=True"),
     (
         [*LENGTHS, "--host", "slime", "--clip-ratio-low", "0.1"],
@@ -146,8 +142,6 @@ MESSAGES = [
     ),
     ([*LENGTHS, "--loss-aggregation", "prompt_mean"], "prompt_mean: the command line does not say which samples share"),
     ([*LENGTHS, "--samples-per-prompt", "2"], "samples_per_prompt=2 without prompt_ids"),
-    ([*LENGTHS, "--samples-per-prompt", "2", "--prompt-ids", "a,b"], "1 of samples_per_prompt=2 samples"),
-    ([*LENGTHS, "--loss-aggregation", "constant"], "needs --loss-aggregation-divisor L"),
     (["--response-lengths", "2", "--loss-masks", "00"], "not a single unmasked token"),
 ]
 
@@ -158,42 +152,6 @@ def test_a_wrong_command_line_is_named(arguments, says):
     assert code in (1, 2)
     assert out == ""
     assert says in error
-
-
-def test_a_step_has_one_source():
-    with pytest.raises(SystemExit, match="2"):
-        explain(*LENGTHS, "--rollouts", "r.jsonl")
-
-
-def test_long_steps_are_cut_on_paper_and_whole_in_json():
-    lengths = ["--response-lengths", ",".join(["3"] * 40), "--prompt-ids", ",".join(f"p{i}" for i in range(40))]
-    _, out, _ = explain(*lengths, "--rows", "2")
-    assert out.count("38 more") == 2
-    assert len(explain_json(*lengths)["aggregations"]["constant"]["token_weights"]) == 40
-
-
-def test_an_aggregation_of_ones_own_stands_beside_the_built_in_ones(tmp_path, monkeypatch):
-    """1 / (N m_i^0.5) of 1, 4 and 4 tokens of 3 samples: 1/3, 1/6, 1/6, so a sample's share is 1/5, 2/5, 2/5."""
-    source = """
-        from megatron_rl import register_loss_aggregation
-        for name in ("beside", "another"):
-            globals()[name] = register_loss_aggregation(name, formula="1 / (N m_i^0.5)")
-    """
-    (tmp_path / "own_weights.py").write_text(textwrap.dedent(source))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    flags = ["--response-lengths", "1,4,4", "--loss-aggregation", "own_weights.beside"]
-    found = explain_json(*flags, "--prompt-ids", "a,a,b")
-    built_in = ["sample_mean", "prompt_mean", "token_mean", "constant"]
-    assert [*found["aggregations"]][:5] == ["own_weights.beside", *built_in] and "row_mean" not in found["aggregations"]
-    assert found["aggregations"]["own_weights.beside"]["token_weights"] == pytest.approx([1 / 3, 1 / 6, 1 / 6])
-    assert found["aggregations"]["own_weights.beside"]["sample_shares"] == pytest.approx([0.2, 0.4, 0.4])
-    assert found["aggregations"]["token_mean"]["sample_shares"] == pytest.approx([1 / 9, 4 / 9, 4 / 9])
-    assert found["aggregations"]["constant"]["divisor"] == 4  # the longest response
-    found = explain_json(*flags)
-    assert [*found["aggregations"]][:4] == ["own_weights.beside", "sample_mean", "token_mean", "constant"]
-    assert "prompt_mean: which samples share a prompt is not known; give --prompt-ids" in found["left_out"]
-    assert [*explain_json(*flags, "--host", "train")["aggregations"]] == ["own_weights.beside"]
-    assert [*explain_json(*flags[:2], "--loss-aggregation", "token_mean")["aggregations"]] == ["token_mean"]
 
 
 def test_it_needs_torch_alone():
@@ -219,4 +177,187 @@ def test_the_help_begins_with_the_step_and_lists_no_flag_that_changes_no_weight(
     assert text.startswith("usage: megatron-rl explain --response-lengths LIST") and len(text.splitlines()) < 140
     assert text.index("--prompt-ids") < text.index("--host {") < text.index("--loss-aggregation {sample_mean")
     assert "--watchdog" not in text and "--clip-ratio-c" not in text
-    assert explain("--response-lengths", "3,5", "--watchdog", "off", "--clip-ratio-c", "3")[0] == 0
+
+
+# The chain of factors of a host, by hand
+
+OUR_LOSS = ["--policy-loss", "grpo"]
+
+
+def test_a_chain_by_hand():
+    """dp 8 x cp 2, M = 16, N = 4: reducer 1/m_i, host 16 x 16 / 4 = 64, schedule 1/16, DDP 1/16, net 1/(4 m_i)."""
+    chain = chain_of(
+        *STEP, "--host", "slime", "--data-parallel-size", "8", "--context-parallel-size", "2", "--num-microbatches", "16"
+    )
+    assert stages(chain) == {"reducer": "1/m_i", "host": "M dp cp/N", "schedule": "1/M", "DDP": "1/(dp cp)"}
+    values = [factor["values"] for factor in chain["factors"]]
+    assert values[0] == pytest.approx([1 / 2, 1 / 4, 1, 1 / 3], **CLOSE)
+    assert [row[0] for row in values[1:]] == pytest.approx([64, 1 / 16, 1 / 16], **CLOSE)
+    assert chain["net_weights"] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 1 / 12], **CLOSE)
+    assert (chain["net"], chain["asked"], chain["left_over"]) == ("1/(N m_i)", "1/(N m_i)", "1")
+
+
+def test_a_chain_per_token_by_hand():
+    """dp 8 x cp 2: the host gives each rank's sum x 2, and the 10 tokens are counted on both cp ranks of a sample."""
+    chain = chain_of(*STEP, "--host", "miles", *PER_TOKEN, "--data-parallel-size", "8", "--context-parallel-size", "2")
+    assert stages(chain) == {"reducer": "1", "host": "cp", "schedule": "1", "DDP": "1", "finalize": "1/(T cp)"}
+    assert [factor["values"][0] for factor in chain["factors"]] == pytest.approx([1, 2, 1, 1, 1 / 20], **CLOSE)
+
+
+# Of miles and slime: test_rollouts_of_several_samples_weigh_as_one.
+@pytest.mark.parametrize("arguments", [[], CONSTANT, PROMPT_MEAN, PER_TOKEN], ids=" ".join)
+@pytest.mark.parametrize("host", ["megatron_lm", "train"])
+def test_a_sound_launch_has_the_weight_that_was_asked_for(host, arguments):
+    chain = chain_of(*STEP, "--host", host, *arguments, *LAYOUT)
+    assert chain["ratio"] == pytest.approx([1.0] * 4, **CLOSE)
+    assert not any(factor["differs"] for factor in chain["factors"])
+
+
+@pytest.mark.parametrize("loss", [[], OUR_LOSS], ids=["reducer", "custom_loss"])
+def test_a_phantom_token_is_marked_where_it_is_counted(loss):
+    """FB-09: T = 7, and the masked sample counts as one token more."""
+    step = [*STEP, "--loss-masks", "11,1111,1,000"]
+    chain = chain_of(*step, "--host", "miles", *PER_TOKEN, *loss, *LAYOUT, code=1)
+    assert chain["left_over"] == "T/T'" and chain["ratio"] == pytest.approx([7 / 8] * 3, **CLOSE)
+    assert {factor["stage"] for factor in chain["factors"] if factor["differs"]} == {"finalize"}
+
+
+def test_a_divisor_of_the_gradient_that_was_asked_for_differs_from_nothing():
+    """FB-91: --gradient-divisor num_samples is in the chain, and in what was asked for."""
+    chain = chain_of(*STEP, "--host", "train", "--gradient-divisor", "num_samples", *LAYOUT)
+    assert stages(chain)["gradient divisor"] == "1/N"
+    assert (chain["net"], chain["asked"]) == ("1/(N^2 m_i)", "1/(N^2 m_i)")
+    assert chain["net_weights"] == pytest.approx([1 / 32, 1 / 64, 1 / 16, 1 / 48], **CLOSE)
+
+
+FAN_OUT = [*STEP, "--rollout-ids", "0,0,1,2"]
+# Rollouts of 6, 1 and 3 tokens, the first of two samples: N = 3, P = 2, T = 10, M_g = 6 and 4.
+BY_ROLLOUT = [
+    pytest.param(OUR_LOSS, [1 / 18, 1 / 18, 1 / 3, 1 / 9], id="our loss, sample_mean"),
+    pytest.param([*OUR_LOSS, *CONSTANT], [1 / 24] * 4, id="our loss, constant"),
+    pytest.param([*OUR_LOSS, *PROMPT_MEAN], [1 / 12, 1 / 12, 1 / 8, 1 / 8], id="our loss and reward hook, prompt_mean"),
+    pytest.param(PROMPT_MEAN, [1 / 12, 1 / 12, 1 / 8, 1 / 8], id="reducer and reward hook, prompt_mean"),
+    pytest.param(CONSTANT, [1 / 24] * 4, id="FB-11 reducer, constant"),
+    pytest.param(["--loss-aggregation", "token_mean"], [1 / 10] * 4, id="reducer and reward hook, token_mean"),
+    pytest.param(PER_TOKEN, [1 / 10] * 4, id="per-token"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "weights"), BY_ROLLOUT)
+def test_rollouts_of_several_samples_weigh_as_one(arguments, weights):
+    """Fan-out is counted once, on every route that can."""
+    assert chain_of(*FAN_OUT, "--host", "miles", *arguments, *LAYOUT)["net_weights"] == pytest.approx(weights, **CLOSE)
+
+
+def test_a_sample_without_a_token_weighs_nothing_in_a_rollout_that_has_some():
+    """Rollout 0: a masked sample and one of 4 tokens. M_roll = 4, N = 3."""
+    chain = chain_of(*FAN_OUT, "--loss-masks", "00,1111,1,111", "--host", "miles", *OUR_LOSS)
+    assert chain["net_weights"] == pytest.approx([0, 1 / 12, 1 / 3, 1 / 9], **CLOSE)
+
+
+def test_our_reducer_sees_no_rollouts():
+    """Each of the two samples would weigh as a rollout: M_roll/m_i = 6/2 and 6/4 too much."""
+    chain = chain_of(*FAN_OUT, "--host", "miles", *LAYOUT, code=1)
+    assert (chain["left_over"], chain["asked"]) == ("M_roll/m_i", "1/(N M_roll)")
+    assert chain["ratio"] == pytest.approx([3, 3 / 2, 1, 1], **CLOSE)
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean"])
+@pytest.mark.parametrize("name", SETTINGS_NAMES)
+def test_the_factors_of_each_trainer_of_settings_leave_the_weight(name, aggregation):
+    """M, dp and cp cancel; in verl's per-token contract R, the tokens of the model, too."""
+    record, adapter = get_loss_aggregation(aggregation), adapter_named(name)
+    for per_token in (False, True) if adapter.WHY_NOT_PER_TOKEN is None else (False,):
+        of_samples, of_step = adapter.stages(record.formula, record, per_token=per_token)
+        factors = [factor for _, factor, _ in (*of_samples, *of_step)]
+        assert math.prod(factors, start=Formula()) == record.formula
+
+
+# Files: our rollouts, a sample a line; no file runs anything
+
+
+def rollout(index: int, lengths: list[int]) -> RolloutBatch:
+    samples = []
+    for number, length in enumerate(lengths):
+        response = {"tokens": [1] * (length + 2), "response_length": length, "loss_mask": [1] * (length - 1) + [0]}
+        samples.append(make_sample(number, f"p{number // 2}", old_log_probs=None, **response))
+    return RolloutBatch(samples=samples, rollout_index=index)
+
+
+def test_a_rollout_of_our_file():
+    for index, lengths in ((0, [3, 5, 4]), (1, [2, 2])):
+        save_rollouts("r.jsonl", rollout(index, lengths))
+    found = explain_json("--rollouts", "r.jsonl")
+    assert (found["prompt_ids"], found["token_counts"]) == (["p0", "p0", "p1"], [2, 4, 3])
+    assert found["left_out"][0].startswith("1 other rollouts of the file")
+    assert explain_json("--rollouts", "r.jsonl", "--rollout-index", "1")["token_counts"] == [1, 1]
+    assert "--rollouts none.jsonl cannot be read: No such file" in explain("--rollouts", "none.jsonl")[2]
+    assert "holds the rollouts 0 to 1" in explain("--rollouts", "r.jsonl", "--rollout-index", "7")[2]
+
+
+def test_the_rollouts_of_our_file_count_once():
+    """Tokens 2, 4 of rollout A and 3 of B: N = 2, M_A = 6."""
+    whole = rollout(0, [3, 5, 4])
+    samples = [replace(sample, rollout_id="AAB"[n], prompt_id="p") for n, sample in enumerate(whole.samples)]
+    save_rollouts("r.jsonl", replace(whole, samples=samples))
+    found = explain_json("--rollouts", "r.jsonl", "--loss-aggregation", "sample_mean")
+    assert (found["num_rollouts"], found["rollout_ids"]) == (2, ["A", "A", "B"])
+    assert found["aggregations"]["sample_mean"]["token_weights"] == pytest.approx([1 / 12, 1 / 12, 1 / 6], **CLOSE)
+    assert "--host roll: it counts rows; remove --host" in explain("--rollouts", "r.jsonl", "--host", "roll")[2]
+
+
+def write_lines(*lines: object) -> list[str]:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    Path("lines.jsonl").write_text("\n".join(text) + "\n\n", encoding="utf-8")
+    return ["--rollouts", "lines.jsonl"]
+
+
+def test_a_sample_a_line():
+    flags = write_lines({"response_length": 3, "prompt_id": "a"}, {"loss_mask": [1, 0, 1, 1, 0], "prompt_id": "b", "reward": 1.0})
+    found = explain_json(*flags)
+    assert (found["response_lengths"], found["token_counts"]) == ([3, 5], [3, 3])
+    assert (found["prompt_ids"], found["rollout_ids"]) == (["a", "b"], None)
+    found = explain_json(*write_lines({"response_length": 3, "rollout_id": 0}, {"response_length": 5, "rollout_id": 0}))
+    assert (found["prompt_ids"], found["rollout_ids"], found["num_rollouts"]) == (None, [0, 0], 1)
+
+
+BAD_LINES = [
+    (({"foo": 1},), "line 1: response_length is None: a whole number is needed"),
+    (({"response_length": 3}, "{"), "line 2: not JSON"),
+    (({"response_length": 3}, "[" * 100_000), "line 2: not JSON (lists or objects that are nested too deeply"),
+    (({"response_length": 3}, [1]), "line 2: list in the place of a dict"),
+    (({"response_length": 3, "prompt_id": "a"}, {"response_length": 3}), "line 2 has no prompt_id and others have"),
+    (({"response_length": 3, "prompt_id": [1]},), "line 1: prompt_id is [1]: a whole number or text is needed"),
+]
+
+
+@pytest.mark.parametrize(("lines", "says"), BAD_LINES, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_bad_line_is_named(lines, says):
+    code, out, error = explain(*write_lines(*lines))
+    assert (code, out) == (1, "")
+    assert "--rollouts lines.jsonl" in error
+    assert says in error
+
+
+# What a file must not do to the terminal, to this process, to its memory
+
+FORGED = "x\x1b[2J\nmegatron_rl: PASS\x85\u2028"
+
+
+def test_a_file_writes_no_lines_of_its_own():
+    """Escapes that move the cursor, newlines that begin a line of ours: in prompts and rollouts."""
+    rows = [{"response_length": 2, "prompt_id": name, "rollout_id": FORGED} for name in ("a", FORGED)]
+    outputs = [explain(*write_lines({"response_length": 2, "prompt_id": FORGED})), explain(*write_lines(*rows))]
+    assert [code for code, _, _ in outputs] == [0, 1]
+    for _, out, error in outputs:
+        shown = out + error
+        assert "\\x1b[2J\\nmegatron_rl:" in shown, shown
+        assert all(char.isprintable() or char == "\n" for char in shown)
+        assert not any(line.startswith("megatron_rl: P") for line in shown.splitlines())
+
+
+def test_the_tokens_of_a_step_are_bounded_wherever_it_comes_from():
+    """Each response is allowed, both together fill the memory."""
+    code, _, error = explain(*write_lines({"response_length": 10**8}, {"response_length": 10**8}))
+    assert code == 1 and "line 2: response_length is 100000000: a whole number is needed, with at most 134217728 tokens" in error
+    assert explain("--response-lengths", "100000000,100000000")[0] == 2

@@ -18,7 +18,7 @@ from megatron_rl.hosts.loss import sample_weights
 from megatron_rl.hosts.rewards import HostRollouts, reward_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
-from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, sample_token_weights
 
 # As LAYOUT says: cp 2, dp 2, 3 micro-batches. Nothing is launched over these groups.
 OF_TWO, OF_FOUR = (SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4))
@@ -32,13 +32,7 @@ STEPS = {
     "a masked sample": (["--loss-masks", "11,1111,1,000"], [2, 4, 1, 0], [0, 1, 2, 3]),
     "a rollout of two": (["--rollout-ids", "0,0,1,2"], [2, 4, 1, 3], [0, 0, 1, 2]),
 }
-OWN = "root"
 CLOSE = {"rel": 1e-6, "abs": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def a_fifth():
-    register_loss_aggregation(OWN, formula="1 / (N m_i^0.5)")
 
 
 def sums(counts: list[int], names: list) -> torch.Tensor:

@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of, pool_of
+from hypothesis import given
+from hypothesis import settings as of_hypothesis
+from hypothesis import strategies as st
 from trainer_cases import CP, PP, TP, VOCABULARY, lively, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
@@ -18,6 +21,7 @@ from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.train import generation
 from megatron_rl.train.collection import rows_per_forward
 from megatron_rl.train.generation import INCREMENT, SamplingSettings, gumbel_noise, scramble, signed
+from megatron_rl.train.sampling_filter import KeptTokens, kept_by_top_p
 
 NOISE = partial(gumbel_noise, 7, 0)
 END = 4
@@ -45,38 +49,56 @@ def prompts_of(count: int) -> list[list[int]]:
     return [[(3 * number + place) % VOCABULARY for place in range(1 + number % 9)] for number in range(count)]
 
 
-def tokens_on_rank(rank, settings, **others):
-    """sample id -> response, of this dp rank's samples."""
+def sampled_on_rank(rank, settings, **others):
+    """sample id -> (response, kept ids of each token, their scores, their masses) of this dp rank's samples; without top_p no more
+    than the response."""
     trainer, dp = lively(tiny_trainer(**settings)), resolve_groups().dp
-    mine = range(dp.rank(), 12, dp.size())
-    prompts = prompts_of(12)
-    responses = trainer.sample([prompts[index] for index in mine], list(mine), settings_of(**others), NOISE)
-    return dict(zip(mine, responses, strict=True))
+    mine, prompts = range(dp.rank(), 12, dp.size()), prompts_of(12)
+    kept = KeptTokens(len(mine)) if "top_p" in others else None
+    responses = trainer.sample([prompts[index] for index in mine], list(mine), settings_of(**others), NOISE, kept=kept)
+    found = {}
+    for place, index in enumerate(mine):
+        fields = kept.fields(place) if kept else {}
+        rows = [ids.tolist() for ids in fields["kept_ids"].ids.split(fields["kept_ids"].sizes.tolist())] if kept else []
+        found[index] = responses[place], rows, fields.get("rollout_log_probs"), fields.get("kept_mass")
+    return found
 
 
-def recomputed_tokens_on_rank(rank, settings, **others):
+def both_sampled_on_rank(rank, settings):
+    """Of the whole vocabulary, and of top-p."""
+    return sampled_on_rank(rank, settings), sampled_on_rank(rank, settings, top_p=TOP_P)
+
+
+def recomputed_on_rank(rank, settings):
     with mock.patch.object(generation, "can_cache", return_value=False):
-        return tokens_on_rank(rank, settings, **others)
+        return both_sampled_on_rank(rank, settings)
 
 
 @pytest.fixture(scope="module")
-def responses(pool):
-    """Those of one rank without a cache: each token by a forward of the whole sequence."""
-    return pool.run(recomputed_tokens_on_rank, {}, world_size=1)[0]
+def alone(pool):
+    """What one rank samples without a cache: each token by a forward of the whole sequence."""
+    return pool.run(recomputed_on_rank, {}, world_size=1)[0]
+
+
+@pytest.fixture(scope="module")
+def responses(alone):
+    return {index: response for index, (response, *_) in alone[0].items()}
 
 
 @pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize(("world_size", "layout", "settings"), LAYOUTS)
-def test_every_layout_samples_the_same_tokens_on_every_rank(pool, responses, world_size, layout, settings):
-    """Catches noise that depends on the layout, a shard's column taken for the token, a rank that heard of another token."""
-    answers = pool.run(tokens_on_rank, settings, world_size=world_size, **layout)
-    together = {}
-    for answer in answers:
-        for index, response in answer.items():
-            assert response == responses[index], index
-        together |= answer
-    assert together == responses
+def test_every_layout_samples_the_same_tokens_from_the_same_sets_on_every_rank(pool, alone, world_size, layout, settings):
+    """Catches noise that depends on the layout, a shard's column taken for the token, a rank that heard of another token; a set of
+    one shard's columns, ids that start at 0 on each shard, and rows that a cp rank or a stage has not heard."""
+    answers = pool.run(both_sampled_on_rank, settings, world_size=world_size, **layout)
+    for kind, expected in enumerate(alone):
+        for index, (response, rows, scores, masses) in (item for answer in answers for item in answer[kind].items()):
+            assert (response, rows) == expected[index][:2], index
+            if kind:
+                torch.testing.assert_close(scores, expected[index][2], rtol=0, atol=20 * TOLERANCE)
+                torch.testing.assert_close(masses, expected[index][3], rtol=0, atol=TOLERANCE)
+        assert set().union(*(answer[kind] for answer in answers)) == set(expected)
 
 
 @pytest.mark.megatron
@@ -86,8 +108,8 @@ def test_the_end_token_ends_a_response_and_belongs_to_it(pool, responses):
     assert len(set(lengths)) > 2 and max(lengths) == 6
     for response in responses.values():
         assert END not in response[:-1] and (len(response) == 6 or response[-1] == END)
-    endless = pool.run(partial(tokens_on_rank, end_tokens=(), rows_per_forward=5), {}, world_size=1)[0]
-    for index, response in endless.items():
+    endless = pool.run(partial(sampled_on_rank, end_tokens=(), rows_per_forward=5), {}, world_size=1)[0]
+    for index, (response, *_) in endless.items():
         assert len(response) == 6 and response[: len(responses[index])] == responses[index]
 
 
@@ -171,10 +193,88 @@ def test_many_rows_of_a_large_vocabulary_are_sampled_at_once(pool, layout):
     assert whole == 2 * 1024**3 // (logits + 1024 * (4 * 32 + 2 * 128) * 4)
 
 
-def frequencies_on_rank(rank, temperature, count):
+# Probabilities .5 .25 .125 .125 of ids 2, 0, 1, 3.
+BY_HAND = [math.log(0.25), math.log(0.125), math.log(0.5), math.log(0.125)]
+CASES = [
+    pytest.param(0.5, [2], id="the first reaches it"),
+    pytest.param(0.51, [0, 2], id="the token that crosses is kept"),
+    pytest.param(0.8, [0, 1, 2], id="of two equal ones the smaller id crosses"),
+    pytest.param(1e-9, [2], id="the largest is always kept"),
+]
+
+
+@pytest.mark.parametrize(("top_p", "expected"), CASES)
+def test_the_kept_ids_by_hand(top_p, expected):
+    assert kept_by_top_p(torch.tensor([BY_HAND]), top_p)[0].nonzero().flatten().tolist() == expected
+
+
+def reference(row: list[float], top_p: float) -> list[int]:
+    """Token by token, in Python's float64."""
+    order = sorted(range(len(row)), key=lambda number: (-row[number], number))
+    weight = {number: math.exp(row[number] - row[order[0]]) for number in order}
+    total, before, kept = sum(weight.values()), 0.0, []
+    for number in order:
+        if number == order[0] or before < top_p * total:
+            kept.append(number)
+        before += weight[number]
+    return sorted(kept)
+
+
+# Logits of few values, so that many are equal; p of odd digits, so that no sum lies on it.
+ROWS = st.lists(st.lists(st.sampled_from([-90.0, -2.0, -0.5, 0.0, 0.5, 3.0]), min_size=7, max_size=7), min_size=1, max_size=4)
+
+
+@of_hypothesis(max_examples=100)
+@given(ROWS, st.sampled_from([0.9131, 0.5173, 0.0313]))
+def test_the_kept_ids_are_those_of_a_loop_over_tokens(rows, top_p):
+    for row, is_kept in zip(rows, kept_by_top_p(torch.tensor(rows), top_p), strict=True):
+        assert is_kept.nonzero().flatten().tolist() == reference(row, top_p)
+
+
+TOP_P = 0.8
+
+
+@pytest.mark.megatron
+def test_a_mass_that_keeps_every_token_draws_those_of_no_filter(pool, responses):
+    """No token of the model is as rare as 1e-12, so that the whole path of a filter runs."""
+    [found] = pool.run(partial(sampled_on_rank, top_p=1 - 1e-12), {}, world_size=1)
+    assert {index: response for index, (response, *_) in found.items()} == responses
+    for _, rows, _, masses in found.values():
+        assert all(row == list(range(VOCABULARY)) for row in rows) and masses.tolist() == pytest.approx([1.0] * len(rows))
+
+
+@pytest.mark.megatron
+def test_each_sampled_token_is_in_its_set_and_its_score_is_of_the_set(pool):
+    """The logits of each position come from a plain forward of the whole sequence."""
+    [(found, logits)] = pool.run(with_logits_on_rank, world_size=1)
+    sizes = set()
+    for index, (response, rows, scores, masses) in found.items():
+        for place, token in enumerate(response):
+            z = logits[index][place].double() / 0.7
+            truth = reference(z.tolist(), TOP_P)
+            assert token in rows[place] and rows[place] == truth
+            p = z.softmax(-1)
+            assert float(masses[place]) == pytest.approx(float(p[truth].sum()), abs=TOLERANCE)
+            assert float(scores[place]) == pytest.approx(math.log(p[token] / p[truth].sum()), abs=20 * TOLERANCE)
+            sizes.add(len(truth))
+    assert max(sizes) < VOCABULARY and len(sizes) > 1
+
+
+def with_logits_on_rank(rank):
+    found = sampled_on_rank(rank, {}, top_p=TOP_P, temperature=0.7)
+    trainer, logits = lively(tiny_trainer()), {}
+    with torch.no_grad():
+        for index, prompt in enumerate(prompts_of(12)):
+            tokens = torch.tensor([[*prompt, *found[index][0]]])
+            row = trainer.model(tokens, torch.arange(tokens.shape[1])[None], None)[0, :, :VOCABULARY]
+            logits[index] = row[len(prompt) - 1 : -1]
+    return found, logits
+
+
+def frequencies_on_rank(rank, count, temperature, **others):
     """(how often each token follows one prompt, its logits by a plain forward)."""
     trainer, prompt = lively(tiny_trainer()), [3, 1, 4]
-    settings = settings_of(max_new_tokens=1, temperature=temperature, rows_per_forward=count)
+    settings = settings_of(max_new_tokens=1, temperature=temperature, rows_per_forward=count, **others)
     responses = trainer.sample([prompt] * count, list(range(count)), settings, NOISE)
     with torch.no_grad():
         logits = trainer.model(torch.tensor([prompt]), torch.arange(3)[None], None)[0, -1, :VOCABULARY]
@@ -182,17 +282,23 @@ def frequencies_on_rank(rank, temperature, count):
 
 
 @pytest.mark.megatron
-def test_tokens_come_as_often_as_the_softmax_at_the_temperature_says(pool):
+@pytest.mark.parametrize(("temperature", "others"), [(0.7, {}), (3.0, {"top_p": 0.8})], ids=["whole", "top-p"])
+def test_tokens_come_as_often_as_the_softmax_over_their_set_at_the_temperature_says(pool, temperature, others):
     """FB-39: a temperature that sampling forgets. 8,192 draws; 29.6 is the chi-square that ten free numbers exceed once in a
-    thousand seeds, and the seed is fixed; the softmax at another temperature is off by hundreds."""
+    thousand seeds, and the seed is fixed; fewer free numbers exceed it more rarely. The softmax at another temperature, or over
+    the vocabulary in the place of the set, is off by more."""
     count = 8192
-    [(found, logits)] = pool.run(frequencies_on_rank, 0.7, count, world_size=1)
+    [(found, logits)] = pool.run(partial(frequencies_on_rank, temperature=temperature, **others), count, world_size=1)
+    p = (logits / temperature).softmax(-1)
+    kept = reference((logits / temperature).tolist(), others.get("top_p", 1.0))
+    assert int(found.sum()) == int(found[kept].sum()) == count and (len(kept) < VOCABULARY) == bool(others)
 
-    def chi_square(temperature):
-        expected = count * torch.softmax(logits / temperature, -1)
-        return float(((found - expected).square() / expected).sum())
+    def chi_square(weights):
+        expected = count * weights
+        return float(((found[kept] - expected).square() / expected).sum())
 
-    assert chi_square(0.7) < 29.6 and chi_square(1.0) > 100
+    assert chi_square(p[kept] / p[kept].sum()) < 29.6
+    assert chi_square(p[kept] if others else logits.softmax(-1)) > 40
 
 
 def padding_on_rank(rank, vocabulary, values):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import mutants
 import pytest
 import torch
-from conftest import COLLECTED_IDS
 
 COLLECTIVES = frozenset(
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
@@ -255,11 +253,6 @@ def test_fresh_memory_of_the_package_is_nan():
         allocations = "torch.empty(3, dtype=dtype, requires_grad=True), torch.empty_like(like), like.new_empty(2, 3)"
         made = eval(allocations, module | {"dtype": dtype}, {"like": torch.zeros(4, dtype=dtype)})
         assert all(bool(tensor.isnan().all()) for tensor in made)
-
-
-def test_no_name_of_a_test_holds_an_address(request):
-    """`pytest -n 2` compares names: an object without an id is printed by its address, another one in each process."""
-    assert [name for name in request.config.stash[COLLECTED_IDS] if re.search(r" at 0x[0-9a-f]{6,}", name)] == []
 
 
 def test_each_mutant_has_its_line_once():

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 
@@ -74,46 +73,20 @@ def test_the_wheel_holds_the_package_its_types_and_its_entry_points(wheel):
         entry_points = archive.read(next(name for name in archive.namelist() if name.endswith("entry_points.txt"))).decode()
     assert {"megatron_rl/py.typed", "megatron_rl/layout/groups.py", "pytest_megatron_rl.py"} <= names
     assert {name.split("/")[0] for name in names} == {"megatron_rl", "pytest_megatron_rl.py"}
-    # pytest then knows `-p` of it and the entry point for one plugin.
     assert "[pytest11]\npytest_megatron_rl = pytest_megatron_rl" in entry_points
     assert "[verl.plugins]\nmegatron_rl = megatron_rl.hosts.verl_plugin" in entry_points
 
 
-@pytest.fixture(scope="module")
-def clean(wheel, tmp_path_factory) -> Path:
-    """The folder of the programs of an environment that has the built wheel, and torch and the rest from here."""
-    folder = tmp_path_factory.mktemp("clean")
-    venv.create(folder / "env", symlinks=True)
-    [site] = (folder / "env" / "lib").glob("python*/site-packages")
-    # A line of a .pth file adds a folder and reads no .pth file in it: so the checkout, which .venv has as editable, is not seen.
-    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")), encoding="utf-8")
-    command = ["-m", "pip", "--python", folder / "env" / "bin" / "python", "install"]
-    options = "-q --no-index --no-deps --ignore-installed".split()
-    subprocess.run([sys.executable, *command, *options, wheel], check=True, capture_output=True)
-    return folder / "env" / "bin"
-
-
-# Where the package lies, without the second that its import takes.
-FIND = "import importlib.util; print(importlib.util.find_spec('megatron_rl').origin)"
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["python", "-c", FIND], "site-packages/megatron_rl/__init__.py"),
-        (["megatron-rl", "--version"], megatron_rl.__version__),
-        (["megatron-rl", "explain", "--response-lengths", "2,4", "--prompt-ids", "a,b"], "sample_mean"),
-        (["megatron-rl", "selftest", "--row", "grpo token_mean"], "PASS: "),
-        (["python", "-m", "pytest", "-p", "no:cacheprovider", "--fixtures"], "assert_layout_invariant"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_the_built_wheel_works_outside_of_a_checkout(clean, tmp_path, command, said):
-    program, *words = command
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run([clean / program, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+def test_the_wheel_works_outside_of_a_checkout(wheel, tmp_path):
+    """Unpacked beside torch and the rest, which come from here."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", "import megatron_rl.__main__ as m; print(m.__file__); m.main()"]
+    words = ["explain", "--response-lengths", "2,4", "--prompt-ids", "a,b"]
+    finished = subprocess.run([*command, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert said in finished.stdout
+    assert finished.stdout.startswith(str(tmp_path / "site")) and "sample_mean" in finished.stdout
 
 
 TYPED = """
@@ -195,14 +168,6 @@ def test_an_interrupted_set_up_starts_anew_and_a_finished_one_does_nothing(recor
     assert len(recorded_setup) == 1
 
 
-def test_the_installed_torch_is_pinned(recorded_setup):
-    """Catches a dependency that pulls a torch of its own over the one that is there."""
-    make_venv.main()
-    [(flag, constraints, *_, package)] = recorded_setup
-    assert (flag, package) == ("--constraint", ".[megatron,train,docs,dev]")
-    assert f"torch=={importlib.metadata.version('torch')}\n" in Path(constraints).read_text(encoding="utf-8")
-
-
 # tests/marker_plugin.py
 
 
@@ -248,22 +213,6 @@ def test_require_turns_the_skips_of_that_marker_alone_into_failures(run_plugin):
     result.assert_outcomes(passed=1, skipped=2, errors=2)
     result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: Skipped: no gpu here*"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-
-
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_kernels_of_the_interpreter_are_not_run_where_there_is_a_gpu(run_plugin, monkeypatch, has_gpu):
-    """Also `--require gpu` allows it: their ranks are forked, or their tensors are on the CPU."""
-    import marker_plugin
-
-    monkeypatch.setattr(marker_plugin, "missing_gpu", lambda: None if has_gpu else "no gpu here")
-    result = run_plugin("import pytest\n@pytest.mark.interpreter\ndef test_on_ranks(): pass", "--require", "gpu")
-    result.assert_outcomes(skipped=int(has_gpu), passed=int(not has_gpu))
-    assert not has_gpu or "here is a GPU, where they are compiled and CUDA survives no fork" in str(result.stdout)
-
-
-def test_require_sees_a_skip_in_the_body_of_a_test(run_plugin):
-    declared = ("--override-ini", "markers=slow: slow")
-    run_plugin(MARKED, "--require", "slow", *declared).assert_outcomes(passed=1, skipped=3, failed=1)
 
 
 def test_require_refuses_a_marker_that_does_not_exist(run_plugin):

@@ -6,16 +6,25 @@ import functools
 import itertools
 import json
 import math
+import os
+import sys
 from fractions import Fraction
 
 import pytest
 import torch
+from helpers import error_of, pool_of
+from trainer_cases import CP, PP, TP, tiny_trainer
 
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.train.collection import SampledRollouts
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollout_files import record_of
 from megatron_rl.train.tasks import BUILT_IN_TASKS, make_task
 from megatron_rl.train.user_tasks import CharacterVocabulary
 
 SEEN = []
+pool = pool_of(4)
 
 
 def echo_reward(prompt, response, record):
@@ -95,14 +104,10 @@ def test_a_built_in_prompt_keeps_what_the_task_promises(name):
 GOLDEN = [[[8, 7], [8, 3], [8, 0], [8, 6], [8, 5]], [[6, 5], [6, 4], [6, 1], [6, 3], [6, 2]]]
 
 
-def test_without_a_name_the_task_is_repeat():
-    assert make_task().name == "repeat"
-
-
 def test_a_prompt_depends_on_seed_and_index_alone():
     """Catches hash(), which differs from process to process: ranks would train on different prompts."""
     found = {seed: [[make_task(name).make_prompt(i, seed).tokens for i in range(5)] for name in BUILT_IN_TASKS] for seed in (7, 8)}
-    assert found[7] == GOLDEN
+    assert found[7] == GOLDEN and make_task().name == "repeat"
     assert found[8] != found[7]
 
 
@@ -153,8 +158,6 @@ MALFORMED = [
     pytest.param(b'{"text": "a"}', ", line 1: prompt: missing", id="no prompt"),
     pytest.param(b'{"prompt": ""}', ", line 1: prompt: it has no token", id="empty prompt"),
     pytest.param(b'{"prompt": [1, -2]}', r", line 1: prompt: must be text, or a list", id="negative token"),
-    pytest.param(b'{"prompt": [true]}', r", line 1: prompt: must be", id="bool as token"),
-    pytest.param(b'{"prompt": 3}', ", line 1: prompt: must be", id="number as prompt"),
     pytest.param(b'{"prompt": "a"}\n{"prompt": [1]}', ", line 2: prompt: must be text, .* as the first", id="both kinds"),
     pytest.param(b"", ": the file holds no prompt", id="empty file"),
     pytest.param(b'{"prompt": "ab"}\n{"prompt": "\xe9"}', ", line 2: not JSON .*byte 0xe9 in position 12", id="latin-1"),
@@ -171,14 +174,31 @@ def test_a_malformed_prompts_file_is_refused_with_line_and_field(tmp_path, conte
     assert len(str(raised.value)) < 600
 
 
-@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0c"], ids=ascii)
-def test_characters_that_end_lines_elsewhere_are_part_of_a_prompt(tmp_path, character):
-    """JSON allows them as they are inside a string (the last one as an escape): only a newline ends a line."""
-    text = f"a{character}b"
+def test_only_a_newline_ends_a_line(tmp_path):
+    """JSON allows the others as they are inside a string, and Python's splitlines() ends a line there."""
+    text = "a\u2028b\x85c"
     line = json.dumps({"prompt": text}, ensure_ascii=False)
     (tmp_path / "p.jsonl").write_bytes(f'{line}\r\n{{"prompt": "c"}}\n'.encode())
     task = make_task(prompts=tmp_path / "p.jsonl", reward=f"{__name__}.echo_reward")
     assert [prompt.record["prompt"] for prompt in task.prompts] == [text, "c"]
+
+
+TEXTS, IDS = ["12", "3+4", "a"], [[3, 1], [2], [5, 5, 4]]
+EVALUATED = [
+    # --prompts, --eval-prompts, what is said
+    pytest.param(TEXTS, [IDS[0]], "line 1: prompt: must be text, .* as the first", id="text, then ids"),
+    pytest.param(IDS, ["1"], "line 1: prompt: must be text, or a list of token ids", id="ids, then text"),
+    pytest.param(TEXTS, ["1", "b"], "line 2: prompt: --prompts, which makes the vocabulary, has no 'b'", id="other text"),
+    pytest.param(IDS, [[6]], "line 1: prompt: token 6 is not below 6, the vocabulary of the model", id="other ids"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "held_out", "message"), EVALUATED)
+def test_prompts_to_evaluate_that_the_run_cannot_read_are_refused(tmp_path, prompts, held_out, message):
+    task = user_task(tmp_path, *({"prompt": prompt} for prompt in prompts))
+    (tmp_path / "e.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in held_out))
+    with pytest.raises(DataError, match=f"e.jsonl.*{message}"):
+        task.with_prompts_of(tmp_path / "e.jsonl")
 
 
 NO_NUMBERS = [
@@ -220,3 +240,92 @@ def test_a_reward_that_raises_keeps_its_error_and_names_the_prompt(tmp_path):
 def test_a_reward_that_cannot_be_imported_says_what_failed(reward, message):
     with pytest.raises(ConfigError, match=message):
         make_task(prompts="none.jsonl", reward=reward)
+
+
+# A reward on ranks
+
+CONFIG = PolicyLossConfig(policy_loss="grpo", samples_per_prompt=4)
+
+
+def pure_reward(prompt, response, record):
+    return float(sum(response) % 3)
+
+
+def greedy_reward(prompt, response, record):
+    """Takes apart what it is given, as `response.pop()` and `.sort()` in a real one do."""
+    value = pure_reward(prompt, response, record)
+    prompt.append(10**9)
+    response[:] = [0] * len(response)
+    record.clear()
+    record["prompt"] = "HACK"
+    return value
+
+
+def noted_reward(prompt, response, record):
+    """One line for each call, of all ranks together."""
+    with open(record["calls"], "a") as file:
+        file.write(f"{os.getpid()}\n")
+    return pure_reward(prompt, response, record)
+
+
+def refused_reward(prompt, response, record):
+    raise ConnectionRefusedError("no\x1b[31m judge")
+
+
+def leaving_reward(prompt, response, record):
+    sys.exit(0)
+
+
+def get_on_rank(rank, folder, reward):
+    """(headers of the first rollout and records of this rank's samples, or None, and what was raised)."""
+    records = [{"prompt": [1, index], "calls": str(folder / "calls")} for index in range(2, 6)]
+    (folder / str(rank)).mkdir(exist_ok=True)
+    task = user_task(folder / str(rank), *records, reward=reward, max_new_tokens=5)
+    trainer = tiny_trainer(CONFIG, vocab_size=task.vocab_size, max_sequence_length=16)
+    found = []
+    options = TrainOptions(prompts="p.jsonl", reward=reward, prompts_per_rollout=2)
+    message = error_of(lambda: found.append(SampledRollouts(trainer, task, options, 4).get(0)))
+    return (found[0].headers, record_of(found[0].own)["samples"]) if found else None, message
+
+
+@pytest.mark.megatron
+def test_a_reward_that_changes_what_it_is_given_changes_nothing_else(pool, tmp_path):
+    """Catches training on tokens that were never sampled, and prompts that a reward of an earlier sample has changed."""
+    (expected, _), (found, message) = (
+        pool.run(get_on_rank, tmp_path, reward, world_size=1)[0] for reward in ("pure_reward", "greedy_reward")
+    )
+    assert message == "" and found == expected
+    assert len({tuple(sample["tokens"]) for sample in found[1]}) > 2
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", [{TP: 2}, {PP: 2, CP: 2}], ids=["DP2xTP2", "PP2xCP2"])
+def test_each_sample_is_rewarded_once(pool, tmp_path, layout):
+    """A judge that is paid for each call, or that is random: one rank of each data-parallel rank asks it, all hear the answer. A
+    sample's tokens are on its own data-parallel rank."""
+    answers = pool.run(get_on_rank, tmp_path, "noted_reward", **layout)
+    callers, dp_size = (tmp_path / "calls").read_text().split(), 2 // len(layout)
+    assert len(callers) == 8 and len(set(callers)) == dp_size
+    headers, first = answers[0][0]
+    for (found, own), message in answers:
+        assert found == headers and not message
+        dp_ranks = {headers[sample["index"]].dp_rank for sample in own}
+        assert len(dp_ranks) == 1 and len(own) == 8 // dp_size
+        assert own == first or dp_ranks == {1}
+
+
+# By reward: what its own rank raises, and what the others hear of it.
+BAD_REWARDS = [
+    pytest.param("failing_reward", "KeyError: ", "field' (raised by the reward test_tasks.failing_reward for", id="raises"),
+    pytest.param("refused_reward", "RunError: no", "judge (raised by the reward", id="OSError"),
+    pytest.param("leaving_reward", "RunError: the reward", "leaving_reward called sys.exit(0): return a value", id="sys.exit"),
+]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("reward", "own", "heard"), BAD_REWARDS)
+def test_a_reward_that_fails_on_one_rank_ends_all_of_them_with_its_words(pool, tmp_path, reward, own, heard):
+    """Catches ranks that wait for one that has ended, and an exit code of 0 for a run that trained nothing."""
+    (_, first), (_, second) = pool.run(get_on_rank, tmp_path, reward, world_size=2, **{TP: 2})
+    assert first.startswith(own)
+    assert second.startswith("RunError: rank 0: ") and heard in second

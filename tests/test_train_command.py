@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,11 +23,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import wait_until
+from helpers import ROOT, wait_until
+from test_train_options import write_prompts
 from torch.distributed import run as torchrun
 from trainer_cases import metrics_of, unlike_metrics
 
 from megatron_rl.commands import main as command_line
+from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.train import checkpoints, output_dir
@@ -195,12 +198,6 @@ def prepared(folder: Path, **options) -> tuple[bool, bool]:
     return has_saved(folder), (folder / "metrics.jsonl").exists()
 
 
-def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_resumed_stays(tmp_path):
-    """Catches old checkpoints that a run killed before its first save would be resumed from."""
-    assert prepared(make_run(tmp_path / "a"), overwrite=True) == (False, False)
-    assert prepared(make_run(tmp_path / "b"), resume=True) == (True, True)
-
-
 REWARD = """
 def share_of_a(prompt, response, record):
     assert prompt == record["prompt"] and record["answer"] == "a"
@@ -251,24 +248,19 @@ def recorded(imported_megatron, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 FUSED = "--fused-lm-head-loss --max-logits-bytes 4096"
-REPLAYS = [
-    pytest.param(4, "--tensor-model-parallel-size 2 --context-parallel-size 2", "| TP 2 x CP 2, cpu", id="TP2xCP2, logits"),
-    pytest.param(1, f"{FUSED} --packed --micro-batch-size 3", ", fused head", id="FB-87 fused, packed, several micro-batches"),
-    pytest.param(2, f"{FUSED} --tensor-model-parallel-size 2 --sequence-parallel --packed", ", fused head", id="fused, TP2+SP"),
-]
 
 
-@pytest.mark.parametrize(("num_ranks", "options", "says"), REPLAYS)
-def test_ranks_replay_what_the_logits_of_one_rank_recorded(tmp_path, recorded, num_ranks, options, says):
-    """FB-80: the demo's loss, from logits and in chunks of hidden states: six steps within 1e-5 relative or 1e-6 absolute."""
+def test_ranks_replay_in_chunks_of_hidden_states_what_the_logits_of_one_rank_recorded(tmp_path, recorded):
+    """FB-80: the demo's loss, six steps within 1e-5 relative or 1e-6 absolute."""
     rollouts, expected = recorded
-    command = run(f"--preset demo {SMALL} {options} --output-dir out --rollouts {rollouts}", tmp_path / "logs", num_ranks=num_ranks)
+    options = f"{FUSED} --tensor-model-parallel-size 2 --sequence-parallel --packed --micro-batch-size 3"
+    command = run(f"--preset demo {SMALL} {options} --output-dir out --rollouts {rollouts}", tmp_path / "logs", num_ranks=2)
     start = next(line for line in command.output().splitlines() if "gspo, prompt_mean, clip 0.0003/0.0004" in line)
-    assert "recorded rollouts" in start and says in start
+    assert "recorded rollouts" in start and ", fused head" in start and "| TP 2, cpu" in start
     # Of how many is not known: the preset's --num-rollouts 140 is more than the file has.
     assert "6step [" in command.output() and "reward 0." in command.output()
     assert len(expected) == 6 and unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
-    assert [command.output(rank=rank) for rank in range(1, num_ranks)] == [""] * (num_ranks - 1)
+    assert command.output(rank=1) == ""
 
 
 def test_the_fp32_head_is_for_16_bit_parameters(tmp_path):
@@ -278,6 +270,27 @@ def test_the_fp32_head_is_for_16_bit_parameters(tmp_path):
     assert command.wait() == [2] and "train 16-bit parameters with --bf16" in command.output()
     assert "fused fp32 head" in run(f"{arguments} --bf16 {FUSED} --num-rollouts 1", tmp_path / "logs").output()
     assert metrics_of("out")[0]["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
+
+
+def share_of_digits(prompt, response, record):
+    return sum(character.isdigit() for character in response) / 16
+
+
+def test_evaluation_and_learning_rate_are_the_same_on_each_layout(tmp_path):
+    """An evaluation of three prompts, 16 tokens each, every second rollout, of two steps; a decay to the last of six steps."""
+    own, other = write_prompts(tmp_path / "own.jsonl", "1+2=", "3+4="), write_prompts(tmp_path / "e.jsonl", "2+2=", "4+13=", "1=")
+    flags = f"{SMALL} --prompts {own} --eval-prompts {other} --save-interval 2 --reward test_train_command.share_of_digits"
+    flags += " --num-rollouts 3 --lr 0.01 --lr-warmup-iters 2 --lr-decay-style linear --min-lr 0.002 --steps-per-rollout 2"
+    of_one = None
+    for name, layout, num_ranks in (("one", "", 1), ("two", "--tensor-model-parallel-size 2", 2), ("data", "", 2)):
+        run(f"{flags} {layout} --output-dir {name}", tmp_path / "logs", num_ranks)
+        rows = metrics_of(name)
+        of_one = of_one or rows[0]
+        assert [row["learning_rate"] for row in rows] == pytest.approx([0.005, 0.01, 0.008, 0.006, 0.004, 0.002], abs=1e-9)
+        assert ["eval/reward" in row for row in rows] == [True, True, False, False, True, True]
+        assert all(rows[0][name] == rows[1][name] == of_one[name] for name in ("eval/reward", "eval/response_length"))
+    assert 0 < of_one["eval/reward"] <= 1 and 0 < of_one["eval/response_length"] <= 16
+    assert of_one["eval/reward"] == pytest.approx(round(of_one["eval/reward"] * 48) / 48)
 
 
 def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goes_on(tmp_path, recorded):
@@ -339,3 +352,104 @@ def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
     assert len(family) >= 2 and code not in (0, -signal.SIGKILL)
     assert "stopped by SIGINT" in command.output()
     assert latest_step(tmp_path / "out") == metrics_of(tmp_path / "out")[-1]["step"]
+
+
+# What goes wrong around a run
+
+
+def test_the_folder_of_a_run_is_its_own_while_it_lives(tmp_path):
+    """Catches rows of both runs in one file, checkpoints that the other one removes, and a folder that kill -9 left locked."""
+    first = Command(f"{ENDLESS} --output-dir out", tmp_path / "first")
+    wait_until(lambda: has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
+    for how, ranks in (("--resume", 1), ("--overwrite --tensor-model-parallel-size 2", 2)):
+        second = Command(f"{ENDLESS} --output-dir out {how}", tmp_path / "second", num_ranks=ranks)
+        assert second.wait() == [2] * ranks
+        says = "ConfigError: out is in use by another run: wait for it, end it, or name another --output-dir"
+        assert says in second.output()
+    first.kill_all()
+    steps = [row["step"] for row in metrics_of(tmp_path / "out")]
+    assert steps == list(range(1, len(steps) + 1))
+    run(f"{SMALL} --num-rollouts {latest_step(tmp_path / 'out') // 2 + 1} --output-dir out --resume", tmp_path / "second")
+
+
+def test_a_folder_is_looked_at_when_it_is_taken(tmp_path, monkeypatch):
+    """Of two jobs started together the second gets the lock when the first has ended, and must not take its results for nothing.
+    Overwritten checkpoints, on another disk too, leave no `latest` that a killed run would be resumed from."""
+    assert prepared(make_run(tmp_path / "a"), resume=True) == (True, True)
+    with pytest.raises(ConfigError, match="--output-dir .*a holds a run; --resume goes on"):
+        prepared(tmp_path / "a")
+    large, rmtree = make_run(tmp_path / "large") / "checkpoints", output_dir.checkpoints.shutil.rmtree
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").symlink_to(large)
+
+    def remove(path):
+        assert not has_saved(tmp_path / "out"), "the pointer is there"
+        rmtree(path)
+
+    monkeypatch.setattr(output_dir.checkpoints.shutil, "rmtree", remove)
+    assert prepared(tmp_path / "out", overwrite=True) == (False, False)
+    assert (tmp_path / "out" / "checkpoints").is_symlink() and list(large.iterdir()) == []
+
+
+def test_a_resumed_run_says_which_settings_it_changes(tmp_path):
+    """A second seed in one curve is a line at start; what neither trains nor measures otherwise is none."""
+    run(f"{SMALL} --num-rollouts 1 --output-dir out", tmp_path / "first")
+    same = run(f"{SMALL} --num-rollouts 2 --output-dir out --resume --save-interval 1", tmp_path / "same")
+    assert "resumed at" not in same.output()
+    changes = "--lr 0.5 --policy-loss gspo --seed 5 --kl-coefficient 0.1"
+    other = run(f"{SMALL} {changes} --num-rollouts 3 --output-dir out --resume", tmp_path / "other")
+    changed = [("--lr", 0.5, 0.003), ("--policy-loss", "gspo", "grpo"), ("--seed", 5, 0), ("--kl-coefficient", 0.1, 0.0)]
+    for flag, now, before in changed:
+        assert f"megatron_rl: resumed at step 4 with {flag} {now}: the checkpoint was saved with {before}\n" in other.output()
+    assert other.output().count("resumed at step 4") == 4
+
+
+class Alone(Command):
+    """Without torchrun."""
+
+    def environment(self, rank, num_ranks, port):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        return {}
+
+
+class Early(Command):
+    """A rank whose other rank never comes."""
+
+    def environment(self, rank, num_ranks, port):
+        return {**super().environment(rank, num_ranks, port), "WORLD_SIZE": 2}
+
+
+def listens_on(pid: int) -> set[str]:
+    """The addresses at which a process waits for connections."""
+    entries = psutil.Process(pid).net_connections("inet")
+    return {entry.laddr.ip for entry in entries if entry.status == psutil.CONN_LISTEN}
+
+
+def test_a_run_of_one_process_listens_on_the_loopback_alone(tmp_path):
+    """Its store and its groups ask for no password: nobody on the network may reach them."""
+    command = Alone(f"{ENDLESS} --output-dir out", tmp_path / "logs")
+    wait_until(lambda: has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
+    addresses = listens_on(command.ranks[0].pid)
+    command.kill_all()
+    assert addresses <= {"127.0.0.1", "::1"}, command.output()
+
+
+def test_a_signal_while_a_rank_waits_for_others_ends_it_with_a_line(tmp_path):
+    """Catches a rank that answers only when those that never come have been waited for, and one that is gone without a word."""
+    command = Early(f"{ENDLESS} --output-dir out", tmp_path / "logs")
+    wait_until(lambda: listens_on(command.ranks[0].pid))
+    os.kill(command.ranks[0].pid, signal.SIGTERM)
+    assert command.wait() == [143], command.output()
+    assert command.output() == "megatron-rl train: stopped by SIGTERM while it started; nothing was trained\n"
+
+
+def test_sigterm_while_a_command_imports_ends_it_with_a_line(tmp_path):
+    """torch alone takes seconds: a scheduler that changes its mind meanwhile must find a word in the log."""
+    line = [sys.executable, "-m", "megatron_rl", "train", *ENDLESS.split()]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_until(lambda: "libtorch" in maps.read_text())
+    process.terminate()
+    assert process.wait() == 143
+    assert (tmp_path / "log").read_text() == "megatron-rl train: stopped by SIGTERM while it started; nothing was trained\n"

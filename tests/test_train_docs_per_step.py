@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import trainer_cases as shared
 from helpers import error_of, pool_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing import oracle
@@ -24,90 +19,39 @@ from megatron_rl.train.collection import with_ref_log_probs
 from megatron_rl.train.document_steps import Deal, DocumentSteps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import save_rollouts
-from megatron_rl.train.rollouts import RolloutBatch, Sample
-from megatron_rl.train.writers import MetricsWriter
+from megatron_rl.train.rollouts import RolloutBatch
 from megatron_rl.weights import loss_aggregation_names
 
 pytestmark = pytest.mark.megatron
-imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # fixtures of each test here too
 
 VOCABULARY = 9  # of --task repeat
 GROUP = 4
+NUM_DOCUMENTS = 76  # of shared.RAGGED
 
 
-def make_batch(index: int, sizes: list[list[int]], *, old: float | None = -2.2, seed: int = 0) -> RolloutBatch:
-    """One prompt for each list of response lengths. The last token of a long response is masked."""
-    generator = torch.Generator().manual_seed(1000 * seed + index)
-    samples = []
-    for prompt, size in ((prompt, size) for prompt, group in enumerate(sizes) for size in group):
-        response = torch.randint(VOCABULARY - 1, (size,), generator=generator).tolist()
-        advantage = float(torch.randn((), generator=generator))
-        samples.append(
-            Sample(
-                prompt_id=f"p{prompt}",
-                tokens=[8, prompt % 8, *response],
-                response_length=size,
-                loss_mask=[1] * min(size, 3) + [0] * (size - 3),
-                reward=size / 4,
-                advantage=advantage,
-                # Near the policy's: ln 9 = 2.2; so ratios move and some of them clip.
-                old_log_probs=None if old is None else [old + 0.1 * ((t + prompt) % 3 - 1) for t in range(size)],
-                index=len(samples),
-            )
-        )
-    return RolloutBatch(samples=samples, rollout_index=index)
-
-
-def write_file(path: Path, sizes_of_rollouts: list[list[list[int]]], **settings) -> Path:
-    for index, sizes in enumerate(sizes_of_rollouts):
-        save_rollouts(path, make_batch(index, sizes, **settings))
-    return path
-
-
-# Response lengths of 1 to 4 tokens, 1 to 5 prompts of four samples in a rollout: 19 prompts, 76 documents.
-RAGGED = [[[1 + (3 * r + 5 * g + i * i) % 4 for i in range(GROUP)] for g in range(n)] for r, n in enumerate((3, 5, 1, 4, 2, 4))]
-NUM_DOCUMENTS = 76
+pool = pool_of(4)
+CONFIG = PolicyLossConfig(
+    policy_loss="grpo",
+    loss_aggregation="token_mean",
+    samples_per_prompt=GROUP,
+    docs_per_step=8,
+    policy_metrics="with_entropy",
+    watchdog="off",
+)
 
 
 @pytest.fixture(scope="module")
 def ragged(tmp_path_factory) -> Path:
-    return write_file(tmp_path_factory.mktemp("ragged") / "r.jsonl", RAGGED)
-
-
-pool = pool_of(4)
-
-
-# The command
-
-REPLAY = "--policy-loss gspo --loss-aggregation prompt_mean --samples-per-prompt 4 --policy-metrics with_entropy --watchdog off"
-SMALL = f"{REPLAY} --hidden-size 32 --no-tensorboard --output-dir out"
-
-
-def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path, ragged):
-    """FB-88, FB-46: every metric but timings. Steps of 7 in micro-batches of 2 end with a prompt group: 8 of ragged lengths."""
-    arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 7 --micro-batch-size 2"
-    one = run(arguments, tmp_path / "one")
-    shutil.move("out", "expected")
-    run(f"{arguments} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", tmp_path / "four", num_ranks=4)
-    rows = shared.metrics_of("expected")
-    assert len(rows) == 10 and [row["num_documents"] for row in rows] == [8] * 9 + [4]
-    assert len({row["num_tokens"] for row in rows}) > 3 and "policy/entropy" in rows[0]
-    assert shared.unlike_metrics(shared.metrics_of("out"), rows) == []
-    assert "recorded rollouts, 7 documents a step or more" in one.output()
-    assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
-    assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
-    assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
-    assert rows[0]["rollout/reward"] == pytest.approx(sum(sum(group) for group in RAGGED[0][:2]) / 4 / 8)
-    assert rows[0]["rollout/response_length"] == pytest.approx(sum(sum(group) for group in RAGGED[0][:2]) / 8)
+    return shared.write_file(tmp_path_factory.mktemp("ragged") / "r.jsonl", shared.ragged_batches())
 
 
 def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks(pool, tmp_path):
     """Two ranks, steps of two prompts, of which one has no signal from the third step on."""
-    for index in range(4):
-        batch = make_batch(index, [[40 if index < 2 else 4] * GROUP, [20] * GROUP])
-        silent = [replace(sample, advantage=0.0) if sample.prompt_id == "p1" else sample for sample in batch.samples]
-        save_rollouts(tmp_path / "r.jsonl", replace(batch, samples=silent if index > 1 else batch.samples))
+    batches = [shared.make_batch(index, [[40 if index < 2 else 4] * GROUP, [20] * GROUP]) for index in range(4)]
+    for index in (2, 3):
+        samples = [replace(sample, advantage=sample.advantage * (sample.prompt_id != "p1")) for sample in batches[index].samples]
+        batches[index] = replace(batches[index], samples=samples)
+    shared.write_file(tmp_path / "r.jsonl", batches)
     options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
     pool.run(run_on_rank, tmp_path / "out", CONFIG, options, world_size=2)
     rows = shared.metrics_of(tmp_path / "out")
@@ -115,76 +59,34 @@ def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks(pool, tmp_p
     assert [row["rollout/groups_without_signal"] for row in rows] == [0.0] * 2 + [0.5] * 2
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(imported_megatron, ragged, tmp_path_factory):
-    """Arguments of a run of two data-parallel ranks and its metrics. Nine steps, but for the last of 9 documents and more."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    arguments = f"{REPLAY} --hidden-size 32 --no-tensorboard --rollouts {ragged} --docs-per-step 6 --micro-batch-size 3"
-    arguments += " --save-interval 4"  # one checkpoint on the way
-    run(f"{arguments} --output-dir {folder}/out", folder / "logs", num_ranks=2)
-    return arguments, shared.metrics_of(folder / "out")
+def test_steps_go_on_from_rollout_to_rollout_and_end_with_a_prompt_group(pool, ragged, tmp_path):
+    """FB-88: steps of 7 hold 8 documents of ragged lengths, the last one what is left."""
+    options = {"rollouts": str(ragged), "micro_batch_size": 2}
+    pool.run(run_on_rank, tmp_path, replace(CONFIG, docs_per_step=7), options, world_size=1)
+    rows = shared.metrics_of(tmp_path)
+    assert [row["num_documents"] for row in rows] == [8] * 9 + [4] and len({row["num_tokens"] for row in rows}) > 3
+    assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
+    assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
+    assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
+    first_step = sum(sum(group) for group in shared.RAGGED[0][:2])
+    assert rows[0]["rollout/reward"] == pytest.approx(first_step / 4 / 8)
+    assert rows[0]["rollout/response_length"] == pytest.approx(first_step / 8)
 
 
-def stopped_after_a_step(step: int, by: signal.Signals, arguments: str, folder: Path, monkeypatch) -> Command:
-    """A run of two ranks whose first rank alone gets the signal, when the row of a step is written."""
-    write = MetricsWriter.write
-
-    def write_and_stop(self, at, metrics):
-        write(self, at, metrics)
-        if at >= step:
-            os.kill(os.getpid(), by)
-
-    with monkeypatch.context() as in_the_forks:
-        in_the_forks.setattr(MetricsWriter, "write", write_and_stop)
-        return Command(f"{arguments} --output-dir out", folder / "logs", num_ranks=2)
-
-
-def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_path, monkeypatch, uninterrupted):
-    """FB-89, FB-90: it arrives while the next step is read ahead on both: nobody waits for a round that does not come."""
-    arguments, expected = uninterrupted
-    stopped = stopped_after_a_step(4, signal.SIGTERM, arguments, tmp_path, monkeypatch)
-    assert stopped.wait() == [143, 143], stopped.output()
-    assert shared.metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
-    on_one_rank = Command(f"{arguments} --output-dir out --resume", tmp_path / "logs")
-    assert on_one_rank.wait() == [2]
-    dealt = "in a file that was dealt to 2 data-parallel ranks in micro-batches of 3, and this run has 1 and 3"
-    assert f"ConfigError: the checkpoint is {dealt}: resume with the former" in on_one_rank.output()
-    run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=2)
-    assert shared.metrics_of("out") == expected
-
-
-@pytest.mark.parametrize("docs_per_step", [8, 24])
-def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_rank(pool, tmp_path, docs_per_step):
-    """FB-55: twenty masked documents. Steps of 24 count them with twelve others; the third step of 8 has nothing else."""
-    batches = [make_batch(index, sizes) for index, sizes in enumerate(RAGGED[:4])]
-    masked = [replace(sample, loss_mask=[0] * sample.response_length) for sample in batches[1].samples]
-    for batch in (batches[0], replace(batches[1], samples=masked), *batches[2:]):
-        save_rollouts(tmp_path / "r.jsonl", batch)
-    config = replace(CONFIG, docs_per_step=docs_per_step)
-    options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
-    answers = pool.run(refused_on_rank, tmp_path / "out", config, options, world_size=2)
+def test_masked_rollouts_are_divided_by(pool, tmp_path):
+    """FB-55: twenty masked documents. Steps of 24 count them with twelve others."""
+    batches = shared.ragged_batches()[:4]
+    batches[1] = shared.masked(batches[1])
+    options = {"rollouts": str(shared.write_file(tmp_path / "r.jsonl", batches)), "micro_batch_size": 2}
+    pool.run(run_on_rank, tmp_path / "out", replace(CONFIG, docs_per_step=24), options, world_size=2)
     rows = shared.metrics_of(tmp_path / "out")
-    if docs_per_step == 8:
-        expected = "EmptyStep: the step has 8 samples and not a single unmasked token"
-        assert all(error.startswith(expected) and "give it more samples" in error for error in answers)
-        assert [row["num_documents"] for row in rows] == [8, 8] and not (tmp_path / "out" / "checkpoints").exists()
-    else:
-        assert answers == ["", ""]
-        for name in ("num_documents", "policy/num_documents"):
-            assert [row[name] for row in rows] == [24, 24, 4]
-        assert rows[0]["num_tokens"] == sum(int(sample.loss_mask.sum()) for sample in batches[0].samples)
+    for name in ("num_documents", "policy/num_documents"):
+        assert [row[name] for row in rows] == [24, 24, 4]
+    assert rows[0]["num_tokens"] == sum(int(sample.loss_mask.sum()) for sample in batches[0].samples)
 
 
 def refused_on_rank(rank, output_dir, config, options):
-    return error_of(lambda: shared.run_loop(output_dir, config, options))
-
-
-# The loop in the ranks of a pool
-
-CONFIG = PolicyLossConfig(
-    policy_loss="grpo", loss_aggregation="token_mean", samples_per_prompt=GROUP, docs_per_step=8, policy_metrics="with_entropy",
-    watchdog="off",
-)  # fmt: skip
+    return error_of(lambda: shared.run_loop(output_dir, config, options, resume=True))
 
 
 def run_on_rank(rank, output_dir, config, options, resume=False):
@@ -232,7 +134,7 @@ def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, t
     """FB-89, FB-25: prompts of 1 to 4 samples go to two data-parallel ranks in turn; one has 12 documents, the other one 5. Each
     step, dry rank and all, is what one process makes of the same documents in one micro-batch. Over two pipeline stages: the
     counts of each are added over its own data-parallel ranks."""
-    path = write_file(tmp_path / "r.jsonl", UNEVEN)
+    path = shared.write_file(tmp_path / "r.jsonl", [shared.make_batch(index, sizes) for index, sizes in enumerate(UNEVEN)])
     config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, **settings)
     answers = pool.run(steps_on_rank, str(path), config, 1, world_size=4, **{shared.PP: 2})
     (first, *_), (second, *_), *of_last_stage = answers
@@ -258,7 +160,7 @@ def steps_of_aggregations_on_rank(rank, path, configs):
 def test_short_micro_batches_do_not_dominate(pool, tmp_path):
     """FB-88: two ranks, micro-batches of one document of 1 to 3 unmasked tokens. The loss of each step is the one of its documents
     together; the mean over micro-batches of their means, and a count of tokens that goes on from step to step, are far from it."""
-    path = write_file(tmp_path / "r.jsonl", [RAGGED[1][:4]], old=None)
+    path = shared.write_file(tmp_path / "r.jsonl", [shared.make_batch(0, shared.RAGGED[1][:4], old=None)])
     configs = [
         replace(CONFIG, loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
         for name in loss_aggregation_names()
@@ -282,21 +184,15 @@ def test_short_micro_batches_do_not_dominate(pool, tmp_path):
 
 
 def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(pool, tmp_path):
-    """The first step of a rollout is on-policy and the next ones are not.
-    Two ranks sample and train what one does. A last step holds what is left: 12 and 4 of 16 documents."""
-    options = {"num_rollouts": 2, "micro_batch_size": 4}
-    for name, docs_per_step, world_size in (("one", 9, 1), ("even", 8, 1), ("two", 8, 2)):
-        config = PolicyLossConfig(
-            policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=docs_per_step
-        )
-        answers = pool.run(run_on_rank, tmp_path / name, config, options, world_size=world_size)
-        assert all(progress.samples_seen == 32 for progress, _ in answers)
-    rows = shared.metrics_of(tmp_path / "one")
+    """The first step of a rollout is on-policy and the next ones are not. A last step holds what is left: 12 and 4 of 16."""
+    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=9)
+    [(progress, _)] = pool.run(run_on_rank, tmp_path, config, {"num_rollouts": 2, "micro_batch_size": 4}, world_size=1)
+    rows = shared.metrics_of(tmp_path)
+    assert progress.samples_seen == 32
     assert [row["num_documents"] for row in rows] == [12, 4] * 2 and [row["rollout"] for row in rows] == [0, 0, 1, 1]
     assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32]
     assert all(row["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for row in rows[::2])
     assert all(abs(row["policy/ratio_new_old"] - 1.0) > 1e-4 for row in rows[1::2])
-    assert shared.unlike_metrics(shared.metrics_of(tmp_path / "two"), shared.metrics_of(tmp_path / "even")) == []
 
 
 def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_path):
@@ -309,10 +205,13 @@ def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_
     assert progress[0] == progress[1]
     assert (progress[0].samples_seen, progress[0].num_rollouts) == (NUM_DOCUMENTS, 6)
     assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
+    [error] = pool.run(refused_on_rank, tmp_path, CONFIG, options, world_size=1)
+    dealt = "in a file that was dealt to 2 data-parallel ranks in micro-batches of 2, and this run has 1 and 2"
+    assert f"ConfigError: the checkpoint is {dealt}: resume with the former" in error
 
 
 def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
-    return [make_batch(index, [[1] * size for size in sizes]) for index, sizes in enumerate(sizes_of_rollouts)]
+    return [shared.make_batch(index, [[1] * size for size in sizes]) for index, sizes in enumerate(sizes_of_rollouts)]
 
 
 def test_prompt_groups_stay_whole_and_their_names_apart():

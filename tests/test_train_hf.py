@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import forked
-from helpers import error_of
+from helpers import ROOT, error_of
 from test_train_command import Command
 from test_train_options import options_of, parse, write_prompts
 
@@ -114,26 +115,38 @@ def stops_the_run_once(prompt, response, record):
 
 
 def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(checkpoint, tmp_path, monkeypatch):
-    """The folder is that of the run without a stop, to the bit."""
     monkeypatch.chdir(tmp_path)
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
-    line = f"--hf-checkpoint {checkpoint} --prompts {file} {SMALL} --reward test_train_hf."
-    whole, own = f"{line}reward_of_digits --output-dir a --save-hf hf_a", f"{line}stops_the_run_once --output-dir b --save-hf hf_b"
-    first = Command(whole, tmp_path / "logs")
-    assert first.wait() == [0]
-    assert "| Qwen3ForCausalLM of 2 layers x 32, float32, lr 0.01 | 2 prompts x 4 samples" in first.output()
-    stopped = Command(own, tmp_path / "logs")
-    assert stopped.wait() == [143] and not Path("hf_b").exists()
-    assert "--save-hf hf_b is written when the run is complete: --resume goes on" in stopped.output()
+    line = f"--hf-checkpoint {checkpoint} --prompts {file} {SMALL} --reward test_train_hf.stops_the_run_once"
+    line += " --output-dir out --save-hf hf"
+    stopped = Command(line, tmp_path / "logs")
+    assert stopped.wait() == [143] and not Path("hf").exists()
+    assert "| Qwen3ForCausalLM of 2 layers x 32, float32, lr 0.01 | 2 prompts x 4 samples" in stopped.output()
+    assert "--save-hf hf is written when the run is complete: --resume goes on" in stopped.output()
     with monkeypatch.context() as patch:
         patch.setattr(PolicyTrainer, "save_hf", lambda trainer, folder: signal.raise_signal(signal.SIGINT))
-        killed = Command(f"{own} --resume", tmp_path / "logs")
+        killed = Command(f"{line} --resume", tmp_path / "logs")
         assert killed.wait() == [1]
     assert "RunError: stopped by Ctrl-C; if a checkpoint is there, the same line with --resume goes on" in killed.output()
-    assert "Traceback" not in killed.output() and not Path("hf_b").exists()
-    assert Command(f"{own} --resume", tmp_path / "logs").wait() == [0]
-    weights = [(Path(folder) / "model-00001-of-00001.safetensors").read_bytes() for folder in ("hf_a", "hf_b")]
-    assert weights[0] == weights[1] and sorted(path.name for path in Path().glob("hf_*")) == ["hf_a", "hf_b"]
+    assert "Traceback" not in killed.output() and not Path("hf").exists()
+    assert Command(f"{line} --resume", tmp_path / "logs").wait() == [0]
+    assert [path.name for path in Path().glob("hf*")] == ["hf"]
+
+
+def test_the_lines_of_the_page_make_a_small_model_and_train_it(tmp_path, monkeypatch):
+    """docs/images/tiny_hf_model.py runs them whole, on three seeds."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(tmp_path)
+    example = importlib.import_module("examples.tiny_hf_model")
+    page = (ROOT / "docs" / "training.md").read_text().partition("### A small one that learns\n")[2]
+    make, train = page.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ").splitlines()
+    monkeypatch.setattr(sys, "argv", make.split()[1:])
+    example.main()
+    words = train.removeprefix("python -m megatron_rl train ")
+    command = Command(f"{words} --num-rollouts 1 --prompts-per-rollout 2 --no-tensorboard", tmp_path / "logs")
+    assert command.wait() == [0], command.output()
+    assert Path("runs/tiny_hf/model-00001-of-00001.safetensors").is_file()
+    assert [example.next_letter([], answer, {"answer": "d"}) for answer in ("d", "d e", "e d", "")] == [1.0, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +154,6 @@ def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(c
     [
         ("there", "--save-hf there: there is there already; name a new folder, as in --save-hf runs/train/hf"),
         ("half", "--save-hf half: half.partial is there already; name a new folder"),
-        ("", "--save-hf : . is there already"),
         ("runs", "--save-hf runs: --output-dir would be inside; name a new folder"),
     ],
 )
@@ -185,7 +197,7 @@ def test_a_tokenizer_runs_no_code_of_its_folder_whatever_stdin_says(tmp_path):
 
 @pytest.mark.parametrize(
     ("prompt", "problem"),
-    [([{"role": "user"}], "must be text, or"), ([1, "2"], "must be text, or"), ([], "it has no token"), (5, "must be text, or")],
+    [([{"role": "user"}], "must be text, or"), ([1, "2"], "must be text, or"), ([VOCABULARY], "token 24 is not below 24")],
 )
 def test_prompts_that_are_neither_text_nor_messages_nor_ids_are_refused_with_their_line(checkpoint, tmp_path, prompt, problem):
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", prompt)

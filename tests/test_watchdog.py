@@ -95,18 +95,11 @@ def test_a_gradient_that_stays_0_beside_advantages_is_told_once():
     assert (step, name) == (2 + 5 + 4, "zero_gradient")
 
 
-@pytest.mark.parametrize(
-    ("metric", "value", "finding"),
-    [
-        pytest.param("policy/num_tokens", 41.0, "phantom_num_tokens", id="FB-09 a token that was not counted"),
-        pytest.param("num_tokens", 41, "phantom_num_tokens", id="FB-09 a masked sample counted as one token"),
-    ],
-)
-def test_the_loss_must_see_what_the_step_is_divided_by(metric, value, finding):
-    """At any step, since a mask may change at any."""
+@pytest.mark.parametrize("metric", ["policy/num_tokens", "num_tokens"])
+def test_the_loss_must_see_what_the_step_is_divided_by(metric):
+    """FB-09: a token that was not counted, a masked sample counted as one. At any step, since a mask may change at any."""
     for step in (1, 7):
-        found, _ = watch(WatchdogState(), step, HEALTHY | {metric: value})
-        assert [*found] == [finding]
+        assert [*watch(WatchdogState(), step, HEALTHY | {metric: 41.0})[0]] == ["phantom_num_tokens"]
 
 
 def test_a_healthy_row_and_a_row_without_metrics_say_nothing():
@@ -161,9 +154,9 @@ def moved(logits):
 
 SAMPLERS = [
     # the sampler, as what it scores its tokens, whether that is the signature
-    *(pytest.param(top_p(mass), top_p(mass), True, id=f"FB-114 top-p {mass}") for mass in (0.8, 0.9, 0.95)),
+    *(pytest.param(top_p(mass), top_p(mass), True, id=f"FB-114 top-p {mass}") for mass in (0.8, 0.95)),
     pytest.param(top_p(0.8), heated(1.0), False, id="top-p 0.8, scored over the whole vocabulary"),
-    *(pytest.param(heated(t), heated(t), False, id=f"temperature {t}") for t in (0.6, 0.9, 1.0, 1.3)),
+    *(pytest.param(heated(t), heated(t), False, id=f"temperature {t}") for t in (0.6, 1.0, 1.3)),
     pytest.param(moved, moved, False, id="a policy that has moved"),
 ]
 
@@ -276,28 +269,3 @@ def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_no
             assert len(first) == 1 and first[0].startswith("1 phantom tokens at the first step")
         elif first:
             assert any("--policy-temperature" in line for line in first)
-
-
-def freeze(trainer) -> None:
-    trainer.model.requires_grad_(False)
-    for parameter in trainer.model.parameters():
-        parameter.main_grad.zero_()
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [pytest.param(None, [], id="learns"), pytest.param(freeze, ["the gradient was exactly 0 in 5 steps"], id="frozen")],
-)
-def test_a_run_whose_parameters_take_no_gradient_is_told(sharp, tmp_path, change, said):
-    """On two ranks: the first one speaks."""
-    pool, _ = sharp
-    first, other = pool.run(whole_run_on_rank, tmp_path / "run", change)
-    assert other == [] and len(first) == len(said), first
-    assert all(words in line for words, line in zip(said, first, strict=True))
-
-
-def whole_run_on_rank(rank, output_dir, change):
-    options = {"steps_per_rollout": 1, "num_rollouts": 6, "prompts_per_rollout": 4}
-    config = PolicyLossConfig(samples_per_prompt=4)
-    return messages_of(lambda: run_loop(output_dir, config, options, settings={"lr": 3e-3}, on_trainer=change))

@@ -8,6 +8,8 @@ import resource
 import signal
 import struct
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from helpers import error_of
@@ -62,14 +64,9 @@ def test_the_unfinished_line_of_a_killed_run_is_dropped_and_replaced(tmp_path, r
         file.write(rest)
     assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [1, 2]
     assert [row["step"] for row in write_steps(tmp_path, [3], resume_step=2)] == [1, 2, 3]
-
-
-def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path):
-    """It would be a gap in the curve."""
-    path = tmp_path / METRICS_FILE
-    path.write_text('{"step": 1}\n{\n{"step": 3}\n')
-    with pytest.raises(DataError, match="line 2: not JSON"):
-        read_metrics(path)
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n{\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2: not JSON"):  # in the middle it would be a gap in the curve
+        read_metrics(tmp_path / METRICS_FILE)
 
 
 def test_a_full_disk_is_one_line_and_leaves_rows_that_can_be_read(tmp_path):
@@ -102,6 +99,23 @@ def test_tensorboard_holds_the_numbers_and_continues_after_a_resume(tmp_path):
             for step in steps:
                 writer.write(step, {"loss": step + resume_step * 10.0, "note": "text", "bad": math.nan})
     assert read_events(tmp_path) == {"loss": [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]}
+
+
+def test_weights_and_biases_listens_to_the_events_of_the_run_and_gets_its_settings(monkeypatch, tmp_path):
+    """What is written before wandb.init is not sent."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    run = mock.Mock(spec=["finish"])
+
+    def init(**given):
+        assert given == {"project": "p", "config": {"--lr": 0.1}, "dir": tmp_path, "sync_tensorboard": True}
+        assert not (tmp_path / "tensorboard").exists()
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with MetricsWriter(tmp_path, 0, tensorboard=True, wandb={"project": "p", "config": {"--lr": 0.1}}) as writer:
+        writer.write(1, {"loss": 0.5})
+        assert (tmp_path / "tensorboard").exists() and not run.finish.called
+    run.finish.assert_called_once_with()
 
 
 def test_without_tensorboard_one_line_says_so_and_the_file_is_written(tmp_path, monkeypatch, caplog):

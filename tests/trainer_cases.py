@@ -16,7 +16,8 @@ from megatron_rl.megatron.model import find_gpt_model, find_output_layer, global
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.train.loop import TrainingRun
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.rollout_files import cut_rollouts
+from megatron_rl.train.rollout_files import cut_rollouts, save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch, Sample
 from megatron_rl.train.session import restore, rollouts_of
 from megatron_rl.train.tasks import make_task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
@@ -69,6 +70,47 @@ def ragged_step(shapes: Sequence[tuple[int, int]] = ((3, 5), (1, 7), (9, 2), (4,
         )
         for index, (prompt, response) in enumerate(shapes)
     ]
+
+
+def make_batch(index: int, sizes: list[list[int]], *, old: float | None = -2.2, seed: int = 0) -> RolloutBatch:
+    """A rollout of --task repeat: one prompt for each list of response lengths. The last token of a long response is masked."""
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    samples = []
+    for prompt, size in ((prompt, size) for prompt, group in enumerate(sizes) for size in group):
+        response = torch.randint(8, (size,), generator=generator).tolist()
+        advantage = float(torch.randn((), generator=generator))
+        samples.append(
+            Sample(
+                prompt_id=f"p{prompt}",
+                tokens=[8, prompt % 8, *response],
+                response_length=size,
+                loss_mask=[1] * min(size, 3) + [0] * (size - 3),
+                reward=size / 4,
+                advantage=advantage,
+                # Near the policy's: ln 9 = 2.2; so ratios move and some of them clip.
+                old_log_probs=None if old is None else [old + 0.1 * ((t + prompt) % 3 - 1) for t in range(size)],
+                index=len(samples),
+            )
+        )
+    return RolloutBatch(samples=samples, rollout_index=index)
+
+
+def masked(batch: RolloutBatch) -> RolloutBatch:
+    return replace(batch, samples=[replace(sample, loss_mask=[0] * sample.response_length) for sample in batch.samples])
+
+
+def write_file(path: Path, batches: Sequence[RolloutBatch]) -> Path:
+    for index, batch in enumerate(batches):
+        save_rollouts(path, replace(batch, rollout_index=index))
+    return path
+
+
+# Response lengths of 1 to 4 tokens, 1 to 5 prompts of four samples in a rollout: 19 prompts, 76 documents.
+RAGGED = [[[1 + (3 * r + 5 * g + i * i) % 4 for i in range(4)] for g in range(n)] for r, n in enumerate((3, 5, 1, 4, 2, 4))]
+
+
+def ragged_batches() -> list[RolloutBatch]:
+    return [make_batch(index, sizes) for index, sizes in enumerate(RAGGED)]
 
 
 def with_shifted_old_log_probs(trainer: PolicyTrainer, microbatches, shift: float = 0.05):
