@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -44,6 +44,7 @@ class SimulatedGroup:
 
     meeting: Meeting
     own_rank: int
+    calls: list[tuple[str, Any]] = field(default_factory=list)  # (kind, shape) of each collective
 
     def size(self) -> int:
         return len(self.meeting.ranks)
@@ -54,6 +55,7 @@ class SimulatedGroup:
     def exchange(self, kind: str, value: Any, combine: Callable[[list[Any]], Any] = list) -> Any:
         """Raises where another rank meets another collective, or another shape."""
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        self.calls.append((kind.split()[0], shape))
 
         def combined(found: list[Any]) -> tuple[set[tuple[str, Any]], Any]:
             kinds = {(kind, shape) for kind, shape, _ in found}

@@ -37,6 +37,7 @@ from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError, EmptyStep
+from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings
@@ -276,7 +277,10 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: P
     statistics = []
     for own, chosen, samples in parts if is_last_stage else ():
         batch = Microbatch(case, step, chosen, samples, own, totals)
+        begins = num_calls(own.cp, own.tp)
         output, leaves = through_the_door(batch, width, factor)
+        check_collectives(batch, begins)
+        ends = num_calls(own.cp, own.tp)
         loss = output.loss
         if totals is not None:
             num_live = int(batch.is_live.sum())
@@ -284,16 +288,46 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: P
             loss = loss / num_tokens / number if not case.is_per_token else loss  # as Megatron's schedule
             answer.num_tokens += num_live
         loss.backward()
+        assert case.door.head == "hidden" or num_calls(own.cp, own.tp) == ends, "no collective in a backward"
         collect(answer, batch, output, leaves, (first, last))
         if output.metrics is not None:
             statistics.append(output.metrics)
     if case.metrics != "none":
+        begins = num_calls(groups.dp_cp, groups.pp)
         answer.metrics = step_metrics(statistics, groups, has_entropy=case.metrics == "with_entropy")
+        ends = num_calls(groups.dp_cp, groups.pp)
+        wanted = [groups.dp_cp.size() > 1 and is_last_stage, groups.pp.size() > 1]
+        assert [end - begin for begin, end in zip(begins, ends, strict=True)] == wanted, "the last stage gathers, once"
         num_parts = number * groups.dp_cp.size()
         for part in statistics:
             for name, pair in report_pairs(part, num_parts).items():
                 answer.pairs[name] = answer.pairs.get(name, 0.0) + pair.double()
     return answer
+
+
+def num_calls(*groups) -> list[int]:
+    return [len(group.calls) if group.size() > 1 else 0 for group in groups]
+
+
+def check_collectives(batch: Microbatch, begins: list[int]) -> None:
+    """FB-27: one all-reduce of [N, k <= 7] over cp, before it one of [N, k <= 3] for the sums of a correction, after it one of [N]
+    where results of means are counted; one all-gather over tp, and with sets of ids one for the entropy."""
+    case, size = batch.case, len(batch.samples)
+    if case.door.head == "hidden":
+        return
+    over_cp, over_tp = (
+        [call for call in (group.calls[first:] if group.size() > 1 else []) if call[1] != (MESSAGE_BYTES,)]
+        for group, first in zip((batch.groups.cp, batch.groups.tp), begins, strict=True)
+    )
+    correction, reads_means = CorrectionSettings.of(config_of(case)), "mean_log_ratio" in get_policy_loss(case.loss).needs
+    reads_sums = correction.is_on and (correction.level != "token" or correction.sequence_delta is not None)
+    widths = ([3] * reads_sums + [7] + [1] * reads_means) * (batch.groups.cp.size() > 1)
+    assert [kind for kind, _ in over_cp] == ["all_reduce"] * len(widths), over_cp
+    for (_, shape), width in zip(over_cp, widths, strict=True):
+        assert shape[0] == size and math.prod(shape[1:]) <= width, over_cp
+    has_entropy = case.metrics == "with_entropy" or case.settings.entropy_coefficient > 0
+    num_gathers = (1 + (case.kept != "all" and has_entropy)) * (batch.groups.tp.size() > 1)
+    assert [kind for kind, _ in over_tp] == ["all_gather"] * num_gathers, over_tp
 
 
 def unweighed(step: Step, number: int) -> SimpleNamespace:

@@ -1,25 +1,29 @@
-"""Metrics: each by hand, the same for every split over micro-batches and ranks, not computed where not asked for."""
+"""Metrics of the loss and of rollouts: each by hand, the same for every split, not computed where not asked for."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, counted_collectives, loop_log_probs, pool_of, random_batch, run_loss
+from helpers import counted_collectives, loop_log_probs, pool_of, random_batch, run_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loss_backends import LOSSES, over_backends
 from sass_gate import TorchOperations
+from trainer_cases import ragged_step, tiny_trainer
 
+import megatron_rl.megatron.forward_step as forward_step_module
 import megatron_rl.ops.log_probs_torch as reference_module
 import megatron_rl.policy_loss.reduce_torch as reduce_module
-from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import DataError
+from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.losses.grpo import grpo
+from megatron_rl.metrics.further import ROLLOUT_METRICS, rollout_statistics
 from megatron_rl.metrics.policy import METRICS, NEUTRAL, PolicyStatistics, Reduction, TokenValues, policy_statistics
 from megatron_rl.metrics.step import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 from megatron_rl.policy_loss import grpo_loss
@@ -139,62 +143,6 @@ def test_rounding_is_no_clip_at_a_first_step(backend):
     assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == pytest.approx(0.5)
 
 
-def test_old_of_a_loss_that_compares_with_the_sampler_is_the_sampler():
-    """As the page says."""
-    batch, found = random_batch([3]), {}
-    sampled = batch.old_log_probs - 1.0
-    for name in ("cispo", "dppo_tv", "dppo_kl"):
-        output, _ = run_loss(LOSSES[name], batch, metrics="basic", rollout_log_probs=sampled)
-        found[name] = finalise_metrics(output.metrics)["policy/old_logprobs"]
-    assert found["dppo_tv"] == found["dppo_kl"] == pytest.approx(found["cispo"] - 1.0)
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert "`dppo_tv` and `dppo_kl` compare with the policy that sampled" in page and "of dppo the rollout's" in page
-
-
-def reduce_on_ranks(rank, kind, whole):
-    """This rank's dp share of the step, only on the last pipeline stage, through the step's one reduction; cp is tested
-    with the losses. The first data-parallel rank holds no unmasked token but advantages."""
-    groups = resolve_groups()
-    samples = [3] if groups.dp.rank() == 0 else [0, 1, 2, 4, 5]
-    batch = whole.take([whole.documents[i] for i in samples], samples)
-    is_last = groups.pp.rank() == groups.pp.size() - 1
-    options = {"tp_group": SINGLE, "metrics": "with_entropy", **CLIP}
-    local = run_loss(LOSSES[kind], batch, **options)[0].metrics if is_last else None
-    with counted_collectives() as calls:
-        reduced = reduce_statistics(local, groups, has_entropy=True)
-    return finalise_metrics(reduced), [(name, group is groups.tp) for name, _, group in calls]
-
-
-pool = pool_of(4)
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("layout", "expected_calls"),
-    [
-        pytest.param(
-            {"pipeline_model_parallel_size": 2},
-            [["broadcast"]] * 2 + [["all_gather", "broadcast"]] * 2,
-            id="FB-45 FB-44 pp 2 x dp 2: the last stage gathers, once",
-        ),
-        pytest.param({"tensor_model_parallel_size": 2}, [["all_gather"]] * 4, id="FB-51 tp 2 x dp 2"),
-    ],
-)
-def test_every_rank_ends_with_the_metrics_of_the_step(pool, layout, expected_calls):
-    """FB-44, FB-45, FB-46, FB-51: one all-gather over the last stage's dp-cp, one broadcast over pp, never over tp or the world.
-
-    With advantages of one sign alone a placeholder of 0, a stage's or a rank's, would be the largest or the smallest.
-    """
-    magnitudes = BATCH.advantages.abs() + 0.1
-    for kind, advantages in zip(LOSSES, (BATCH.advantages, magnitudes, -magnitudes), strict=False):
-        batch = replace(BATCH, advantages=advantages)
-        expected = finalise_metrics(run_loss(LOSSES[kind], batch, tp_group=SINGLE, metrics="with_entropy", **CLIP)[0].metrics)
-        answers = pool.run(reduce_on_ranks, kind, batch, **layout)
-        for (metrics, calls), expected_of_rank in zip(answers, expected_calls, strict=True):
-            assert metrics == pytest.approx(expected, rel=1e-10, abs=1e-12)
-            assert calls == [(name, False) for name in expected_of_rank]
-
-
 def test_on_one_rank_the_reduction_is_free():
     local = statistics([[1.0, 2.0]], [1.0])
     with counted_collectives() as calls:
@@ -206,29 +154,6 @@ def test_on_one_rank_the_reduction_is_free():
 
 # A row computes its value and converts it to float64; the rest is what rows share, and one sum, maximum and minimum.
 MOST_OPERATIONS = 29 + 2 * len(METRICS)
-ROW = """METRICS += (
-    Metric("largest_ratio", lambda tokens: tokens.ratios, Reduction.MAX),
-)
-STATISTICS: dict"""
-STEP_WITH_A_ROW = """
-import sys; sys.path.insert(0, {tests!r})
-import json, torch
-from dataclasses import replace
-from helpers import CLIP, KERNEL_DEVICE, random_batch, run_loss
-from megatron_rl.policy_loss import policy_loss
-from megatron_rl.metrics.step import combine_statistics
-from megatron_rl.metrics.step import finalise_metrics
-batch = random_batch([4, 3])
-batch = replace(batch, logits=batch.logits.float(), token_weights=batch.token_weights.float())
-names = ("logits", "labels", "old_log_probs", "advantages", "loss_mask")
-batch = replace(batch, **{{name: getattr(batch, name).to(KERNEL_DEVICE) for name in names}})
-found = []
-for name in ("grpo", "gspo"):
-    for backend in ("torch", "triton"):
-        output, _ = run_loss(lambda *a, **k: policy_loss(name, *a, **k), batch, metrics="basic", backend=backend, **CLIP)
-        found.append(finalise_metrics(combine_statistics([output.metrics, output.metrics]))["policy/largest_ratio"])
-print(json.dumps(found))
-"""
 
 
 def test_the_metrics_of_a_micro_batch_are_few_operations():
@@ -246,21 +171,188 @@ def test_the_metrics_of_a_micro_batch_are_few_operations():
     assert len(operations) <= MOST_OPERATIONS, operations
 
 
-@pytest.mark.kernel
-@pytest.mark.slow
-def test_a_metric_is_one_row_of_the_table(tmp_path):
-    """As a contributor writes it: into the table and nowhere else, for torch, Triton, ranks and report."""
-    shutil.copytree(ROOT / "megatron_rl", tmp_path / "megatron_rl", ignore=shutil.ignore_patterns("__pycache__"))
-    page = tmp_path / "megatron_rl" / "metrics" / "policy.py"
-    page.write_text(page.read_text().replace("\nSTATISTICS: dict", "\n" + ROW, 1))
-    # conftest.py has set TRITON_INTERPRET where there is no GPU.
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    script = STEP_WITH_A_ROW.format(tests=str(ROOT / "tests"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    token, token_triton, sample, sample_triton = json.loads(done.stdout)
-    batch = random_batch([4, 3])
-    log_ratio = loop_log_probs(batch.logits, batch.labels) - batch.old_log_probs
-    assert token == pytest.approx(log_ratio[batch.loss_mask].max().exp().item(), rel=1e-5)
-    assert (token_triton, sample_triton) == pytest.approx((token, sample), rel=1e-5)  # float32: log-probabilities good to 5e-7
-    assert sample < token
+# What a rollout knows beside the loss's inputs: staleness, sampler against trainer, phantom tokens
+
+NAMES = {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
+
+
+def doubles(rows) -> torch.Tensor:
+    return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+
+def rollout_statistics_of(trained, sampled=None, *, masks=None, staleness=None, policy=None) -> PolicyStatistics:
+    """Of samples given as lists of the trainer's (old) and the sampler's log-probabilities; `policy`: the current ones."""
+    masks = [[1] * len(row) for row in trained] if masks is None else masks
+    mask = torch.tensor([bit for row in masks for bit in row], dtype=torch.bool)
+    values = rollout_statistics(
+        log_probs=doubles(trained if policy is None else policy),
+        old_log_probs=doubles(trained),
+        rollout_log_probs=None if sampled is None else doubles(sampled),
+        staleness=None if staleness is None else torch.tensor(staleness, dtype=torch.int64),
+        counts_phantoms=policy is not None,
+        loss_mask=mask,
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(map(len, trained))], dtype=torch.int32),
+        token_counts=torch.tensor([sum(row) for row in masks], dtype=torch.int64),
+    )
+    return PolicyStatistics(LOSS_STATISTICS.values, has_entropy=False, rollout=values)
+
+
+# What finalise_metrics needs beside: any step with a token.
+LOSS_STATISTICS = run_loss(grpo_loss, random_batch([2, 3]), metrics="basic", **CLIP)[0].metrics
+
+
+def found(*parts: PolicyStatistics) -> dict[str, float]:
+    metrics = finalise_metrics(combine_statistics(parts))
+    return {name: metrics[name] for name in NAMES & metrics.keys()}
+
+
+def test_sampler_against_trainer_by_hand():
+    """Sample 0: differences train - rollout (+0.2, -0.2), sample 1: (0.5), sample 2 masked: a mean over two samples."""
+    k3 = [math.exp(d) - d - 1 for d in (0.2, -0.2, 0.5)]
+    metrics = found(
+        rollout_statistics_of([[-1.0, -2.0], [-1.0], [-9.0]], [[-1.2, -1.8], [-1.5], [math.nan]], masks=[[1, 1], [1], [0]])
+    )
+    assert metrics == pytest.approx(
+        {
+            "policy/train_rollout_logprob_abs_diff": (0.2 + 0.5) / 2,
+            "policy/train_rollout_logprob_diff": (0.0 + 0.5) / 2,
+            "policy/train_rollout_kl": ((k3[0] + k3[1]) / 2 + k3[2]) / 2,
+        }
+    )
+
+
+def test_what_a_sampler_kept_by_hand():
+    """Sample 0 has tokens of masses 0.5 and 1, sample 1 one of 0.9; what stands at a masked token is not read."""
+    values = rollout_statistics(
+        log_probs=None,
+        old_log_probs=None,
+        rollout_log_probs=None,
+        kept_mass=torch.tensor([0.5, math.nan, 1.0, 0.9]),
+        staleness=None,
+        counts_phantoms=False,
+        loss_mask=torch.tensor([True, False, True, True]),
+        cu_seqlens=torch.tensor([0, 3, 4], dtype=torch.int32),
+        token_counts=torch.tensor([2, 1]),
+    )
+    metrics = found(PolicyStatistics(LOSS_STATISTICS.values, has_entropy=False, rollout=values))
+    assert metrics == pytest.approx({"policy/sampler_mass": (0.75 + 0.9) / 2})
+
+
+def test_the_kl_is_that_from_rollout_to_train_on_the_rollout_s_samples():
+    """Sampler (1/2, 1/4, 1/4) as four samples of one token, trainer (1/4, 1/4, 1/2): KL = 1/2 log 2 - 1/4 log 2."""
+    sampler, trainer, tokens = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0, 0, 1, 2]
+    sampled = [[math.log(sampler[token])] for token in tokens]
+    metrics = found(rollout_statistics_of([[math.log(trainer[token])] for token in tokens], sampled))
+    assert metrics["policy/train_rollout_kl"] == pytest.approx(0.25 * math.log(2))
+
+
+def test_a_phantom_is_an_unmasked_placeholder_that_the_policy_does_not_share():
+    """Old 0 and now 1/4: phantom. Old 0 and now 0.9999 (sure in both), masked, or a true old value: none."""
+    old, now = [[0.0, 0.0, 0.0, -1.0]], [[math.log(0.25), math.log(0.9999), math.log(0.25), math.log(0.25)]]
+    assert found(rollout_statistics_of(old, masks=[[1, 1, 0, 1]], policy=now)) == {"policy/num_phantom_tokens": 1.0}
+
+
+def test_huge_differences_stay_finite():
+    """FB-59: exp is bounded as everywhere."""
+    metrics = found(rollout_statistics_of([[-1e4], [0.0]], [[0.0], [-1e4]]))
+    assert metrics["policy/train_rollout_logprob_abs_diff"] == 1e4 and math.isfinite(metrics["policy/train_rollout_kl"])
+
+
+SAMPLED = [[-1.1, -0.9, -2.0], [-0.4], [-3.0, -0.1], [-1.5, -1.0]]
+TRAINED = [[-1.0, -1.0, -1.7], [-0.5], [-2.0, -0.2], [-1.5, -1.4]]
+MASKS = [[1, 0, 1], [1], [0, 0], [1, 1]]
+STALENESS = [-2, -1, 9, -5]  # negative, so that a 0 of an empty part shows in the largest
+
+
+@given(where=st.lists(st.integers(0, 3), min_size=4, max_size=4))
+@settings(max_examples=30, derandomize=True, database=None)
+def test_rollout_metrics_are_the_same_for_any_split_into_micro_batches(where):
+    """FB-46, FB-49: as nested loops over the whole step; empty micro-batches and a rank that was given nothing add nothing."""
+    parts = []
+    for part in range(4):
+        mine = [i for i in range(4) if where[i] == part]
+        pick = [[values[i] for i in mine] for values in (TRAINED, SAMPLED, MASKS, STALENESS)]
+        parts.append(rollout_statistics_of(pick[0], pick[1], masks=pick[2], staleness=pick[3]))
+    samples = [i for i in range(4) if any(MASKS[i])]
+    differences = [[t - s for t, s, m in zip(TRAINED[i], SAMPLED[i], MASKS[i], strict=True) if m] for i in samples]
+    expected = {
+        "policy/train_rollout_logprob_abs_diff": sum(sum(map(abs, row)) / len(row) for row in differences) / len(samples),
+        "policy/train_rollout_logprob_diff": sum(sum(row) / len(row) for row in differences) / len(samples),
+        "policy/train_rollout_kl": sum(sum(math.exp(d) - d - 1 for d in row) / len(row) for row in differences) / len(samples),
+        "policy/staleness": sum(STALENESS[i] for i in samples) / len(samples),
+        "policy/max_staleness": max(STALENESS[i] for i in samples),
+    }
+    assert found(*parts, LOSS_STATISTICS) == pytest.approx(expected, rel=1e-12)
+
+
+def with_rollout(step):
+    """The samples with a sampler's log-probabilities and versions."""
+    return [
+        replace(sample, rollout_log_probs=[-2.0 - 0.01 * t for t in range(len(sample.loss_mask))], policy_version=index)
+        for index, sample in enumerate(step)
+    ]
+
+
+pool = pool_of(2)
+
+
+def step_on_rank(rank, config, facts, old):
+    """(metrics, how often rollout statistics were computed, widths of the all-gathers over dp-cp) of one step."""
+    trainer = tiny_trainer(config)
+    samples = with_rollout(ragged_step()) if facts else ragged_step()
+    if old:
+        samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples]
+    spied = mock.patch.object(forward_step_module, "rollout_statistics", wraps=rollout_statistics)
+    with spied as computed, counted_collectives() as collectives:
+        metrics = trainer.step([samples[:2], samples[2:]], policy_version=6, counts_phantoms=old)
+    return {name: metrics[name] for name in NAMES & metrics.keys()}, computed.call_count, len(collectives)
+
+
+@pytest.mark.megatron
+def test_nothing_is_computed_that_was_not_given_or_not_asked_for(pool):
+    """Without facts, and at none with facts, no statistic is computed; with them no collective is added."""
+    cases = [("none", False, 0), ("none", True, 0), ("basic", False, 0), ("basic", True, 2)]
+    collectives = []
+    for metrics, facts, expected in cases:
+        answers = pool.run(step_on_rank, PolicyLossConfig(policy_metrics=metrics), facts, False, world_size=2)
+        for found_metrics, num_calls, _ in answers:
+            assert num_calls == expected and bool(found_metrics) == bool(expected)
+        collectives.append(answers[0][2])
+    nothing, nothing_of_facts, basic, basic_of_facts = collectives
+    assert nothing == nothing_of_facts and basic == basic_of_facts == nothing + 1
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("old", [False, True], ids=["on-policy", "old log-probs"])
+def test_the_fused_head_gives_the_same_rollout_metrics(pool, old):
+    """It keeps log-probabilities where a statistic looks at them: on-policy the comparison does, with old ones the phantoms."""
+    plain, num_calls, _ = pool.run(step_on_rank, PolicyLossConfig(), True, old, world_size=1)[0]
+    fused, _, _ = pool.run(step_on_rank, PolicyLossConfig(fused_lm_head_loss=True), True, old, world_size=1)[0]
+    assert fused == pytest.approx(plain, rel=1e-5) and num_calls == 2
+    # Versions 0 to 5 at version 6; every unmasked token's old log-probability is a placeholder of 0, if there is one.
+    assert plain["policy/staleness"] == 3.5 and plain["policy/max_staleness"] == 6
+    unmasked = sum(sum(sample.loss_mask) for sample in ragged_step())
+    assert plain.get("policy/num_phantom_tokens") == (unmasked if old else None)
+
+
+def bad_step_on_rank(rank, change, version):
+    trainer = tiny_trainer(PolicyLossConfig())
+    samples = with_rollout(ragged_step())
+    samples[1] = replace(samples[1], **change)
+    with pytest.raises(DataError) as caught:
+        trainer.step([samples], policy_version=version)
+    return str(caught.value)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("change", "version", "message"),
+    [
+        ({"rollout_log_probs": [math.nan] * 7}, 6, "sample 1: rollout_log_probs is not finite at an unmasked token: mask the"),
+        ({"rollout_log_probs": None}, 6, "rollout_log_probs is given for 5 of 6 samples of a micro-batch: all or none"),
+        ({"policy_version": None}, 6, "policy_version is given for 5 of 6 samples of a micro-batch: all or none"),
+        ({}, None, "samples have a policy_version and the step has none: pass the step's version, or samples without one"),
+    ],
+)
+def test_bad_facts_are_refused_by_name(pool, change, version, message):
+    assert message in pool.run(bad_step_on_rank, change, version, world_size=1)[0]

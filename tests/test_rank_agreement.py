@@ -85,6 +85,15 @@ def nan_old(given: dict) -> None:
     given["old_log_probs"][0] = math.nan
 
 
+def infinite_old(given: dict) -> None:
+    given["old_log_probs"][0] = math.inf
+
+
+def nan_operand(given: dict) -> None:
+    with torch.no_grad():
+        given[operand(given)][0, 0] = math.nan
+
+
 def masked_junk(given: dict) -> None:
     given["labels"][MASKED], given["old_log_probs"][MASKED] = -100, math.nan
 
@@ -141,7 +150,14 @@ EVERYWHERE = {
     "advantages that fit nothing": (changed(advantages=torch.ones(5)), "advantages .5,. must be"),
     "an unknown metric": (changed(metrics=["basic"]), "is not one of"),
 }
+# Seen by one rank alone, in its slice: told after the same all-reduce.
+OF_ONE_SLICE = r"document 0 .* has 1 unmasked tokens .*(in {}|on another context-parallel rank)"
 ONLY_CP = {
+    "a NaN": (nan_operand, OF_ONE_SLICE.format("log_probs")),
+    "an infinite old log-prob": (
+        lambda given: given["old_log_probs"].__setitem__(0, math.inf),
+        OF_ONE_SLICE.format("old_log_probs"),
+    ),
     "an empty slice": (lambda given: with_rows(given, 0, [0, 0, 0]), None),
     "a shorter slice": (lambda given: with_rows(given, 3, [0, 1, 3]), None),
     "as many tokens as documents": (lambda given: with_rows(given, 2, [0, 0, 2]), "advantages .* fit both"),
@@ -261,30 +277,6 @@ def test_a_long_message_is_cut_to_what_travels(ranks):
     assert len(own) > 5000 and other.startswith("ConfigError: tensor-parallel rank 1: prefix \N{SNOWMAN}")
 
 
-# What rank 1 gives count_step -> a text of every rank's error.
-STEPS = {
-    "on one rank alone": (lambda: {"samples_per_prompt": 2}, "samples_per_prompt differs"),
-    "bad": (lambda: {"samples_per_prompt": 0}, "refused its samples|must be a whole"),
-    "partial": (lambda: {"allow_partial_prompt_groups": True}, "allow_partial_prompt_groups differs"),
-    "iterator": (lambda: {"loss_masks": (1 / 0 for _ in "a")}, "refused its samples|ZeroDivisionError"),
-    "no masks": (lambda: {"loss_masks": None}, "refused its samples|neither loss_masks nor token_counts"),
-}
-
-
-def counted(rank: int) -> list[str]:
-    def count(loss_masks, prompt_ids, **options):
-        return error_of(lambda: megatron_rl.count_step(loss_masks, prompt_ids, dist.group.WORLD, **options))
-
-    healthy = {"loss_masks": [torch.ones(2)], "prompt_ids": ["a"]}
-    return [count(**{**healthy, **(change() if rank == 1 else {})}) for change, _ in STEPS.values()]
-
-
-def test_count_step_raises_on_every_rank(ranks):
-    for texts in ranks.run(counted):
-        for (_, expected), text in zip(STEPS.values(), texts, strict=True):
-            assert text and re.search(expected, text), text
-
-
 def overflowing_with_mean(log_ratio, advantages, *, mean_log_ratio):
     return -(log_ratio * 10).exp() * advantages + mean_log_ratio
 
@@ -306,3 +298,15 @@ def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry, name):
 
     for text in ranks.run(step):
         assert f"in what policy loss {name} or KL estimator k3 returns for finite inputs, or on another" in text
+
+
+def test_advantages_that_vary_between_slices_alone_are_refused_on_both(ranks):
+    """Each rank sees one value in each document, together they vary."""
+
+    def step(rank: int):
+        given = arguments("gspo_loss", "cp") | {"advantages_per": "token"}
+        of_ranks = (1.0 + rank, 1.0)
+        return [error_of(lambda a=a: megatron_rl.gspo_loss(**given | {"advantages": a * torch.ones(NUM_TOKENS)})) for a in of_ranks]
+
+    for varying, equal in ranks.run(step):
+        assert "advantages vary inside document 0" in varying and equal == ""

@@ -1,0 +1,428 @@
+"""Settings from a launch line or a merged YAML file: nothing is dropped, ignored or changed on the way, and each has an effect."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import pytest
+from helpers import error_of, pool_of
+from hypothesis import given
+from hypothesis import strategies as st
+from launch_settings import REDUCER
+from launches import counted_launches
+from loss_backends import HAS_TRITON
+from test_forward_step import SeenShapes
+from test_fused_head import most_rows
+from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
+
+from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
+from megatron_rl.config import PolicyLossConfig, Route, flag_fields
+from megatron_rl.declare import Parameter, clip_of, declared_parameters, get_policy_loss, policy_loss_names
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.args import OPTIONS, HostLaunch
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.validation import field_of, flag_of
+from megatron_rl.validation.routes import HOST_SWITCHES
+
+HIDDEN, VOCABULARY = 32, 246  # no other sizes of the tiny model's tensors
+ALL = ("reducer", "custom_loss", "megatron_lm", "train")
+NOT_REDUCER = ALL[1:]
+
+
+class Effect(NamedTuple):
+    """What a flag does: the field's value, the routes that honour it, and what of a step of `train` differs with it."""
+
+    text: str | None  # on a launch line
+    value: object
+    routes: tuple[str, ...]
+    changes: str  # "" where another test sees it: of a run below, of a host there
+    beside: str = ""  # what the launch needs besides, with the flag and without
+    is_bf16: bool = False
+    has_experts: bool = False
+
+
+TIS = "--importance-correction tis"
+OF_GROUPS = "--samples-per-prompt 3"
+EFFECTS = {
+    "--policy-loss": Effect("gspo", "gspo", NOT_REDUCER, "gradient"),
+    "--loss-aggregation": Effect("token_mean", "token_mean", ALL, "gradient"),
+    "--loss-aggregation-divisor": Effect("16", 16.0, ALL, "gradient", "--loss-aggregation constant"),
+    "--samples-per-prompt": Effect("3", 3, ALL, "error"),
+    "--allow-partial-prompt-groups": Effect(None, True, ALL, "error", OF_GROUPS),
+    "--one-sample-per-rollout": Effect(None, True, ("megatron_lm",), ""),  # tests/test_packed_bins.py
+    "--clip-ratio-low": Effect("0.02", 0.02, NOT_REDUCER, "gradient"),
+    "--clip-ratio-high": Effect("0.02", 0.02, NOT_REDUCER, "gradient"),
+    "--policy-temperature": Effect("0.5", 0.5, NOT_REDUCER, "gradient"),
+    "--importance-correction": Effect("icepop", "icepop", NOT_REDUCER, "gradient"),
+    "--importance-correction-level": Effect(
+        *("sequence_mean", "sequence_mean", NOT_REDUCER, "gradient", f"{TIS} --importance-correction-high 1.5")
+    ),
+    "--importance-correction-low": Effect("0.95", 0.95, NOT_REDUCER, "gradient", TIS),
+    "--importance-correction-high": Effect("1.1", 1.1, NOT_REDUCER, "gradient", TIS),
+    "--off-policy-sequence-delta": Effect("0", 0.0, NOT_REDUCER, "gradient"),
+    "--kl-coefficient": Effect("5e-1", 0.5, NOT_REDUCER, "gradient"),
+    "--kl-estimator": Effect("k2", "k2", NOT_REDUCER, "gradient", "--kl-coefficient 0.5"),
+    "--sampling-support": Effect("refuse", "refuse", ("custom_loss", "train"), ""),
+    "--entropy-coefficient": Effect(".5", 0.5, NOT_REDUCER, "gradient"),
+    "--policy-metrics": Effect("none", "none", NOT_REDUCER, "metrics"),
+    "--policy-loss-backend": Effect("triton", "triton", NOT_REDUCER, "kernels"),
+    "--fused-lm-head-loss": Effect(None, True, NOT_REDUCER, "rows of logits"),
+    "--max-logits-bytes": Effect(
+        *(str(8 * 4 * VOCABULARY), 8 * 4 * VOCABULARY, NOT_REDUCER, "rows of logits", "--fused-lm-head-loss")
+    ),
+    "--fp32-lm-head": Effect(None, True, ALL, "gradient", is_bf16=True),
+    "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_skipped_log_probs.py
+    "--docs-per-step": Effect("64", 64, ("train",), ""),
+    "--empty-step": Effect("skip", "skip", ("train",), ""),
+    "--router-aux-loss": Effect("exact", "exact", ("megatron_lm", "train"), "gradient", has_experts=True),
+    "--gradient-divisor": Effect("num_samples", "num_samples", ("megatron_lm", "train"), "gradient"),
+    "--watchdog": Effect("raise", "raise", ("train",), ""),
+    # A parameter of own_losses.py, which is declared inside a test alone.
+    "--scale": Effect("0.5", 0.5, NOT_REDUCER, "gradient", "--policy-loss own_losses.reinforce"),
+}
+
+
+def effect_of_parameter(loss: str, parameter: Parameter) -> Effect:
+    """Of a value inside the range that is not the default."""
+    for value in (0.25, 0.75, 3.0):
+        with contextlib.suppress(ConfigError):
+            if parameter.check(value) != parameter.default:
+                return Effect(str(value), value, NOT_REDUCER, "", f"--policy-loss {loss}")
+    raise AssertionError(f"no value for {parameter}")
+
+
+OF_PARAMETERS = {
+    flag_of(parameter.name): effect_of_parameter(name, parameter)
+    for name in policy_loss_names()
+    for parameter in get_policy_loss(name).parameters
+}
+
+
+GROUPS = {group.title: group for group in add_megatron_rl_args(ArgumentParser(allow_abbrev=False))._action_groups}
+FLAGS = [action.option_strings[0] for action in GROUPS["megatron_rl"]._group_actions]
+
+
+def parse(*argv: str) -> Namespace:
+    return add_megatron_rl_args(ArgumentParser(allow_abbrev=False)).parse_args(argv)
+
+
+def from_yaml(**settings: object) -> Namespace:
+    """A host's own arguments with a merged file on top: only the keys of the file are there."""
+    return Namespace(**{"loss_aggregation": "sample_mean", "lr": 1e-6, "model_name": "m", **settings})
+
+
+def test_the_parser_comes_back_and_an_unset_flag_is_none():
+    """Megatron uses what its extra_args_provider returns; a default here would hide a host's own flag."""
+    parser = ArgumentParser()
+    assert add_megatron_rl_args(parser) is parser
+    values = vars(parser.parse_args([]))
+    assert set(values) == {field.name for field in flag_fields()} | set(declared_parameters())
+    assert set(values.values()) == {None}
+
+
+def test_a_parameter_whose_flag_the_parser_has_is_refused_by_name(own_losses):
+    parser = ArgumentParser()
+    parser.add_argument("--scale")
+    with pytest.raises(ConfigError, match="--scale of policy loss own_reinforce.* is a flag of this parser already: rename"):
+        add_megatron_rl_args(parser)
+
+
+def test_the_loss_on_the_launch_line_gives_the_parser_its_flags(monkeypatch):
+    monkeypatch.delitem(sys.modules, "own_losses", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--policy-loss", "own_losses.truncated", "--ratio-cap", "2.5"])
+    assert add_megatron_rl_args(ArgumentParser()).parse_args().ratio_cap == 2.5
+
+
+def test_the_namespace_holds_numbers_and_keeps_the_text_of_what_is_none():
+    """Exit code 2 at the first bad value would tell one fault per launch (FB-74)."""
+    args = parse("--clip-ratio-low", "1e-1", "--samples-per-prompt", "8", "--policy-temperature", "hot")
+    assert (args.clip_ratio_low, args.samples_per_prompt, args.policy_temperature) == (0.1, 8, "hot")
+
+
+def test_help_states_meaning_and_default():
+    """Catches a percent sign that breaks --help, and a flag whose help is empty."""
+    text = " ".join(add_megatron_rl_args(ArgumentParser()).format_help().split())
+    for name in (field.name for field in flag_fields()):
+        assert " ".join(field_meanings()[name].split()) in text, name
+    assert set(field_meanings()) == {field.name for field in fields(PolicyLossConfig)}
+    assert "sampled at. Default: 1.0." in text
+    assert "whole prompt groups. Default: unset." in text
+    assert "--watchdog {off,warn,raise}" in text
+
+
+def test_help_of_a_loss_of_ones_own_may_hold_a_percent_sign(own_losses):
+    text = " ".join(add_megatron_rl_args(ArgumentParser(), []).format_help().split())
+    assert "multiplies the weight, 1 is 100 %" in text
+
+
+def setting_of(config: PolicyLossConfig, flag: str) -> object:
+    """A field, or a parameter of the loss."""
+    return getattr(config, field_of(flag), config.loss_parameters.get(field_of(flag)))
+
+
+def argv_of(flag: str) -> list[str]:
+    effect = (EFFECTS | OF_PARAMETERS)[flag]
+    return [*effect.beside.split(), flag, *([] if effect.text is None else [effect.text])]
+
+
+@pytest.mark.parametrize("flag", dict.fromkeys([*FLAGS, *EFFECTS, *OF_PARAMETERS]))
+def test_each_flag_is_honoured_or_refused_by_name(flag, own_losses):
+    """FB-69: a flag that is accepted and has no effect. A new flag without a row in EFFECTS fails here, and a row whose flag was
+    renamed: scripts in other people's repositories spell these flags."""
+    effect, args = (EFFECTS | OF_PARAMETERS)[flag], parse(*argv_of(flag))
+    for route in Route:
+        if route not in effect.routes:
+            with pytest.raises(ConfigError, match=f"would be ignored.*{flag}"):
+                validate_megatron_rl_args(args, route)
+            continue
+        config, without = (setting_of(one, flag) for one in (validate_megatron_rl_args(args, route), PolicyLossConfig()))
+        assert config == effect.value and without != effect.value, route
+        assert type(config) is type(effect.value), route
+
+
+def test_a_default_that_is_written_out_is_refused_where_it_has_no_effect():
+    """Who writes --watchdog beside a host's launch believes that there is one."""
+    with pytest.raises(ConfigError, match="works on train"):
+        validate_megatron_rl_args(parse("--watchdog", "warn"), Route.MEGATRON_LM)
+
+
+def test_a_launcher_that_drops_our_flags_is_found_out():
+    """slime ignores unknown flags, so --loss-aggregation constant would train sample_mean without a word."""
+    with pytest.raises(ConfigError, match="dropped --loss-aggregation.*megatron_rl.hosts.launch"):
+        validate_megatron_rl_args(Namespace(lr=1e-6, samples_per_prompt=8))
+
+
+def test_a_key_with_dashes_is_found_out():
+    """A YAML key is set on args as it is spelled: with dashes nobody would ever read it."""
+    args = from_yaml(**{"clip-ratio-low": 0.1, "watchdog": None})
+    with pytest.raises(ConfigError, match="clip-ratio-low=0.1 has no effect.*write clip_ratio_low"):
+        validate_megatron_rl_args(args)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("loss_aggregation_divisor", "8192", 8192.0),
+        ("loss_aggregation_divisor", 8192, 8192.0),
+        ("kl_coefficient", "1e-3", 1e-3),  # YAML 1.1 reads it as text
+        ("policy_temperature", " .7 ", 0.7),
+        ("clip_ratio_low", "+3E-4", 3e-4),
+        ("samples_per_prompt", "8", 8),
+        ("allow_partial_prompt_groups", "False", False),
+        ("policy_metrics", "none", "none"),  # the name is not a missing value
+        ("policy_loss", " gspo ", "gspo"),
+        ("clip_ratio_high", None, None),
+    ],
+)
+def test_text_from_a_yaml_file_is_read(name, text, value):
+    needed = {"loss_aggregation_divisor": {"loss_aggregation": "constant"}}.get(name, {"samples_per_prompt": "8"})
+    found = getattr(validate_megatron_rl_args(from_yaml(**{**needed, name: text})), name)
+    assert found == value and type(found) is type(value)
+
+
+NONSENSE = [True, "8k", "nan", "inf", float("nan"), float("inf"), "1e999", 10**400, "", "1_000", "0x10", "true", [8], "-"]
+
+
+@pytest.mark.parametrize("name", ["loss_aggregation_divisor", "clip_ratio_low", "policy_temperature", "kl_coefficient"])
+def test_what_is_not_a_number_is_refused(name):
+    """FB-12: a divisor of True or "8k" is a mistake, not 1 or 8."""
+    for value in NONSENSE:
+        with pytest.raises(ConfigError, match=name):
+            validate_megatron_rl_args(from_yaml(loss_aggregation="constant", **{"loss_aggregation_divisor": 1, name: value}))
+
+
+def test_what_is_not_a_count_or_a_switch_is_refused():
+    for value in (True, "8k", 8.0, "8.0", "", 0, -1, [8], "9" * 30):
+        with pytest.raises(ConfigError, match="samples_per_prompt=.* must be a whole number of at least 1"):
+            validate_megatron_rl_args(from_yaml(samples_per_prompt=value))
+    for value in ("yes", "1", 1, 0, "on", ""):
+        with pytest.raises(ConfigError, match="allow_partial_prompt_groups=.* must be true or false"):
+            validate_megatron_rl_args(from_yaml(samples_per_prompt=8, allow_partial_prompt_groups=value))
+
+
+def test_five_faults_give_one_error_with_five_remedies_and_leave_args_alone():
+    """FB-74: one error per launch, and arguments rewritten while they are checked."""
+    args = parse(
+        *("--loss-aggregation", "constant", "--clip-ratio-low", "1.3", "--policy-temperature", "hot"),
+        *("--samples-per-prompt", "0", "--watchdog", "panic"),
+    )
+    before = copy.deepcopy(vars(args))
+    with pytest.raises(ConfigError, match="5 problems") as caught:
+        validate_megatron_rl_args(args, Route.TRAIN)
+    remedies = (
+        "pass the longest response",
+        "did you mean 0.3?",
+        "pass the temperature",
+        "write it out in digits",
+        "pass one of them to --watchdog",
+    )
+    for remedy, problem in zip(remedies, caught.value.problems, strict=True):
+        assert remedy in problem
+        assert remedy in str(caught.value)
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "ratios"),
+    [
+        ([], (0.2, 0.2)),
+        (["--policy-loss", "gspo", "--clip-ratio-high", "1e-3"], (3e-4, 1e-3)),
+        (["--clip-ratio-low", "0"], (0.0, 0.2)),  # a value, not unset
+        (["--policy-loss", "cispo"], (1.0, 0.28)),  # without a lower bound
+    ],
+)
+def test_the_clip_default_is_that_of_the_loss(argv, ratios):
+    """FB-72: one default of 0.2 for every loss, under which GSPO never clips."""
+    assert clip_of(validate_megatron_rl_args(parse(*argv))) == ratios
+
+
+# No dot: a dotted name is imported.
+ANYTHING = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats()),
+    *(st.text(st.characters(exclude_characters="."), max_size=8), st.lists(st.integers(), max_size=2)),
+    st.sampled_from(["constant", "token_mean", "gspo", "train", "8", "1e-3", "true", "off"]),
+)
+NAMES = [field.name for field in flag_fields()] + ["global_batch_size", "calculate_per_token_loss"]
+
+
+# On a busy machine a draw may take a second: no clock decides here.
+@given(settings=st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=6), route=st.sampled_from(Route))
+def test_any_value_gives_a_configuration_or_a_config_error(settings, route):
+    """Catches a rule that trips over the type of a value it does not judge, before all problems are told."""
+    args = Namespace(**settings)
+    before = repr(vars(args))
+    try:
+        config = validate_megatron_rl_args(args, route)
+    except ConfigError as error:
+        assert all(error.problems)
+    else:
+        assert isinstance(config, PolicyLossConfig)
+    assert repr(vars(args)) == before
+
+
+@pytest.mark.parametrize("name", HOST_SWITCHES)
+def test_every_switch_is_refused_by_name_and_read_as_the_host_does(name):
+    """One rule for all of them; where no rule has judged the launch, we read as the host does, which asks `if args.name`."""
+    launch = {"loss_aggregation": "sample_mean", **REDUCER}
+    problems = pytest.raises(ConfigError, check_launch, Namespace(**launch, **{name: "false"})).value.problems
+    assert problems[0].startswith(f"{name}='false' must be true or false"), problems
+    if HOST_SWITCHES[name]:  # the host reads None as off, and its absence as on
+        with pytest.raises(ConfigError, match=f"{name}=None must be true or false"):
+            check_launch(Namespace(**launch, **{name: None}))
+    for value in ("false", 0, None, True):
+        assert HostLaunch(Namespace(**{name: value}))[name] is bool(value)
+    assert HostLaunch(Namespace())[name] is HOST_SWITCHES[name]
+    assert {option for option, value in OPTIONS.items() if isinstance(value, bool)} == set(HOST_SWITCHES)
+
+
+# What of a step differs
+
+# With a loss of the router whose mean over two micro-batches is not the mean over their tokens.
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_z_loss_coeff": 1.0}
+pool = pool_of(1)
+
+
+def step_of(config, is_bf16, has_experts):
+    """What can be seen of one step of two micro-batches."""
+    experts = EXPERTS if has_experts else {}
+    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, experts=experts, **STILL)
+    # Near log(1 / 246) = -5.5, and equal for every setting: the policy's own would move with some of them.
+    old = [replace(s, old_log_probs=[-5.5 + 0.1 * (-1) ** t for t in range(len(s.loss_mask))]) for s in ragged_step()]
+    step = [
+        replace(
+            s,
+            ref_log_probs=[value - 0.2 for value in s.old_log_probs],
+            rollout_log_probs=[value + 0.3 * (t % 2) - 0.1 for t, value in enumerate(s.old_log_probs)],
+        )
+        for s in old
+    ]
+    metrics, seen = {}, SeenShapes()
+    with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
+        error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))
+    return {
+        "error": error,
+        "metrics": sorted(metrics),
+        "gradient": whole([gradients_of(trainer)]) if not error else {},
+        "kernels": bool(launches) or "triton" in error,
+        "rows of logits": most_rows(seen, VOCABULARY),
+    }
+
+
+def config_of(*argv: str) -> PolicyLossConfig:
+    import own_losses
+
+    own_losses.declare()
+    return validate_megatron_rl_args(parse(*argv), Route.TRAIN)
+
+
+@functools.cache
+def step_without(beside, is_bf16, has_experts):
+    """Of what several rows share."""
+    return step_of(config_of(*beside.split()), is_bf16, has_experts)
+
+
+def steps_on_rank(rank, flag):
+    """(without the flag, with it)."""
+    effect = EFFECTS[flag]
+    beside = effect.beside + " --loss-aggregation-divisor 8" * ("constant" in effect.beside)
+    return step_without(beside, *effect[5:]), step_of(config_of(*argv_of(flag)), *effect[5:])
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("flag", [flag for flag, effect in EFFECTS.items() if effect.changes])
+def test_a_setting_changes_what_its_row_says(pool, flag):
+    """FB-69: accepted, written into the configuration, and read by nobody."""
+    [(without, with_it)], changes = pool.run(steps_on_rank, flag), EFFECTS[flag].changes
+    assert with_it["error"] == without["error"] == "" or changes in ("error", "kernels")
+    if changes == "gradient":
+        assert relative_difference(with_it["gradient"], without["gradient"]) > 1e-3
+    else:
+        assert with_it[changes] != without[changes]
+    if flag == "--max-logits-bytes":
+        assert with_it["rows of logits"] <= 8
+
+
+def run_on_rank(rank, output_dir, config, options):
+    """(rows of metrics, error) of a run."""
+    error = error_of(lambda: run_loop(output_dir, config, options))
+    return metrics_of(output_dir), error
+
+
+def spread_over(sample) -> list[float]:
+    """Of another policy, and not of one that keeps a part of the vocabulary: the differences are of both signs."""
+    return [-0.1 if place % 2 else -8.0 for place in range(len(sample.old_log_probs))]
+
+
+@pytest.mark.megatron
+def test_settings_of_a_run_change_it(pool, tmp_path):
+    """FB-69: documents of a step, and what the watchdog does about log-probabilities of another policy."""
+    once = {"num_rollouts": 1, "steps_per_rollout": 1}
+    config, path = PolicyLossConfig(samples_per_prompt=4), tmp_path / "rollouts.jsonl"
+    [(rows, error)] = pool.run(run_on_rank, tmp_path / "plain", config, {**once, "save_rollouts": str(path)})
+    assert error == "" and [row["num_samples"] for row in rows] == [16]
+    [(rows, error)] = pool.run(run_on_rank, tmp_path / "docs", replace(config, docs_per_step=4), {"num_rollouts": 1})
+    assert error == "" and [row["num_samples"] for row in rows] == [4, 4, 4, 4]
+    batch = next(load_rollouts(path))
+    kept = replace(batch, samples=[replace(s, kept_ids=[[int(t)] for t in s.tokens[-4:]]) for s in batch.samples])
+    save_rollouts(tmp_path / "kept.jsonl", kept)
+    given, of_file = replace(config, sampling_support="refuse", watchdog="off"), {"rollouts": str(tmp_path / "kept.jsonl")}
+    [(_, error)] = pool.run(run_on_rank, tmp_path / "refused", given, {**once, **of_file})
+    assert "kept_ids with --sampling-support refuse" in error
+    save_rollouts(tmp_path / "masked.jsonl", replace(batch, samples=[replace(s, loss_mask=[0] * 4) for s in batch.samples]))
+    of_file = {**once, "rollouts": str(tmp_path / "masked.jsonl")}
+    for empty_step, says in (("raise", "not a single unmasked token"), ("skip", "")):
+        [(rows, error)] = pool.run(run_on_rank, tmp_path / empty_step, replace(config, empty_step=empty_step), of_file)
+        assert says in error and bool(error) == bool(says) and rows == []
+    path = tmp_path / "others.jsonl"
+    save_rollouts(path, replace(batch, samples=[replace(s, old_log_probs=spread_over(s)) for s in batch.samples]))
+    for watchdog, says in (("off", ""), ("raise", "mean importance ratio")):
+        given = replace(config, watchdog=watchdog)
+        [(_, error)] = pool.run(run_on_rank, tmp_path / watchdog, given, {**once, "rollouts": str(path)})
+        assert says in error and bool(error) == bool(says)
