@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +16,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl, skyrl, verl
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.kl import KL_ESTIMATORS
-from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing import oracle
 from megatron_rl.validation.advice import clip_of_a_mean_clips, numbers_in_words
 from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
@@ -32,31 +29,6 @@ CLIPS = {
     "gmpo": (1 - math.exp(-0.4), math.exp(0.4) - 1),
     **dict.fromkeys(("sapo", "dppo_tv", "dppo_kl", "dro", "reinforce", "topr", "vespo")),
 }
-
-
-@pytest.fixture
-def user_module(tmp_path, monkeypatch):
-    """A module as a user would write it, importable as `my_losses`."""
-    (tmp_path / "my_losses.py").write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from megatron_rl import register_loss_aggregation, register_policy_loss
-            @register_loss_aggregation("halves")
-            def halves(token_counts, totals, *, prompt_token_counts, divisor):
-                return torch.full_like(token_counts, 0.5)
-            @register_policy_loss("mine")
-            def reinforce(log_ratio, advantages, log_probs):
-                return -advantages * log_probs
-            def undeclared(log_ratio, advantages):
-                return -advantages * log_ratio
-            number = 3
-            """
-        )
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield "my_losses"
-    sys.modules.pop("my_losses", None)
 
 
 def root_mean(token_counts, totals, *, prompt_token_counts, divisor):
@@ -88,21 +60,12 @@ def test_a_users_aggregation_is_found_by_its_name():
     assert "root" in loss_aggregation_names()
 
 
-def test_a_users_functions_are_reachable_by_dotted_name(user_module):
-    """A flag value with a dot is imported as module.function; a loss says in its module how it is computed."""
-    halves = get_loss_aggregation(f"{user_module}.halves")
-    assert halves.function(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [0.5, 0.5]
-    assert (halves.formula, halves.needs, halves.takes_divisor) == (None, None, None)
-    assert get_policy_loss(f"{user_module}.reinforce").level == "token"
-    assert get_policy_loss(f"{user_module}.reinforce") is get_policy_loss("mine")
-    assert {f"{user_module}.reinforce", "mine"} <= set(policy_loss_names())
-    logits = torch.zeros(2, 4, requires_grad=True)
-    arguments = (None, torch.tensor([2.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]), torch.tensor([0.5]))
-    output = policy_loss(f"{user_module}.reinforce", logits, torch.tensor([0, 1]), *arguments)
-    # -A log(1/4) per token, weight 1/2, two tokens.
-    assert output.loss.item() == pytest.approx(2 * torch.tensor(4.0).log().item())
-    output.loss.backward()
-    assert logits.grad[0].tolist() == pytest.approx([-0.75, 0.25, 0.25, 0.25])
+def test_a_users_functions_are_reachable_by_dotted_name(own_losses):
+    """A flag value with a dot is imported as module.function; test_own.py computes with them."""
+    by_hand = get_loss_aggregation("own_losses.by_hand")
+    assert (by_hand.formula, by_hand.needs, by_hand.takes_divisor) == (None, None, None)
+    assert get_policy_loss("own_losses.heeding") is get_policy_loss("own_heeding")
+    assert {"own_losses.heeding", "own_heeding"} <= set(policy_loss_names())
 
 
 def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
@@ -116,14 +79,21 @@ def add_loss(*arguments, function=values, **options):
     return lambda: register_policy_loss(*arguments, **options)(function)
 
 
+UNDECLARED = "is not declared: decorate bounded_log_ratio with @megatron_rl.register_"
 REFUSED = [  # (message, call)
     ("policy loss 'ppo' is not registered; known: .*gspo", lambda: get_policy_loss("ppo")),
     ("known: sample_mean, prompt_mean", lambda: get_loss_aggregation("sum")),
     ("module 'no_such_module' cannot be imported", lambda: get_policy_loss("no_such_module.f")),
-    ("has no 'nothing'", lambda: get_policy_loss("my_losses.nothing")),
-    ("is int, not a function", lambda: get_policy_loss("my_losses.number")),
-    ("is not declared: decorate undeclared with @megatron_rl.register_loss", lambda: get_loss_aggregation("my_losses.undeclared")),
-    ("is not declared: decorate undeclared with @megatron_rl.register_pol", lambda: get_policy_loss("my_losses.undeclared")),
+    ("has no 'nothing'", lambda: get_policy_loss("own_losses.nothing")),
+    ("is Parameter, not a function", lambda: get_policy_loss("own_losses.SCALE")),
+    (
+        "is not declared: decorate bounded_log_ratio with @megatron_rl.register_loss",
+        lambda: get_loss_aggregation("own_losses.bounded_log_ratio"),
+    ),
+    (
+        "is not declared: decorate bounded_log_ratio with @megatron_rl.register_pol",
+        lambda: get_policy_loss("own_losses.bounded_log_ratio"),
+    ),
     (
         'register_policy_loss of values has no name: write @megatron_rl.register_policy_loss\\("values"',
         lambda: register_policy_loss(values),
@@ -170,7 +140,10 @@ REFUSED = [  # (message, call)
     ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton="twin")),
     ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton=kl)),
     ("must be a non-empty string", lambda: register_kl_estimator("")(kl)),
-    ("is not declared: decorate undeclared with @megatron_rl.register_kl_est", lambda: KL_ESTIMATORS["my_losses.undeclared"]),
+    (
+        "is not declared: decorate bounded_log_ratio with @megatron_rl.register_kl_est",
+        lambda: KL_ESTIMATORS["own_losses.bounded_log_ratio"],
+    ),
     ("must be a name", lambda: KL_ESTIMATORS[3]),
     (r"must accept \(ratios, low, high\)", lambda: register_correction("x")(lambda ratios: ratios)),
     ("'tis' is already registered by megatron_rl.losses.corrections", lambda: register_correction("tis")(lambda w, low, high: w)),
@@ -188,7 +161,7 @@ REFUSED = [  # (message, call)
 
 
 @pytest.mark.parametrize(("message", "call"), REFUSED)
-def test_what_cannot_work_is_refused_with_a_message(user_module, message, call):
+def test_what_cannot_work_is_refused_with_a_message(own_losses, message, call):
     """FB-73: a function that lacks arguments fails at registration, not in the middle of a run."""
     with pytest.raises(ConfigError, match=message):
         call()

@@ -246,26 +246,6 @@ def test_it_is_trained_in_the_emulated_hosts(pool, launch):
         assert error <= 1e-6, f"{case}: {error:.2e}"
 
 
-def gradients_on_rank(rank):
-    """Of one step of a tiny model with sums_of_this_test, and with constant at L = 1, which is the same weight."""
-    from trainer_cases import NO_CLIPPING, NO_MOVE, gradients_of, ragged_step, tiny_trainer
-
-    found = []
-    for settings in ({"loss_aggregation": SAMPLE_SUM}, {"loss_aggregation": "constant", "loss_aggregation_divisor": 1.0}):
-        trainer = tiny_trainer(PolicyLossConfig(**settings), clip_grad=NO_CLIPPING, lr=NO_MOVE)
-        trainer.step([ragged_step()])
-        found.append(gradients_of(trainer))
-    return found
-
-
-@pytest.mark.megatron
-def test_the_forward_step_of_megatron_trains_it(pool):
-    for own, constant in pool.run(gradients_on_rank):
-        assert own.keys() == constant.keys()
-        for name, (*_, gradient) in own.items():
-            assert torch.equal(gradient, constant[name][-1]) and bool(gradient.any()), name
-
-
 WRONG = [
     pytest.param({"formula": "1 / (N m_j)"}, "formula=.* 'm_j' is no count; known: N, R, P, T, m_i, M_j, k_j, M_g, L", id="symbol"),
     pytest.param({"formula": "1 / N / m_i"}, "formula=.* has 2 divisions: one division at most", id="two divisions"),
