@@ -106,7 +106,7 @@ def test_an_advantage_of_zero_gives_nothing(name):
 def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
     from twin_kernel import twin_kernel
 
-    from megatron_rl.policy_loss.reduce_triton import triton_of_loss
+    from megatron_rl.policy_loss.reduce_triton import triton_version
 
     vectors = [given["log_ratio"], given["advantages"], given["log_probs"], *given["vectors"].values()]
     log_ratio, advantages, log_probs, *further = (x.to(KERNEL_DEVICE) for x in vectors)
@@ -115,7 +115,7 @@ def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, 
         *(log_ratio, advantages, log_probs, tuple(further) or None, *outputs, 1.0 - clip[0], 1.0 + clip[1]),
         tuple(parameters.values()) or None,
         log_ratio.numel(),
-        LOSS=triton_of_loss(loss),
+        LOSS=triton_version(loss),
         IS_OF_RATIO=not loss.takes_log_probs,
         BLOCK=64,
     )
@@ -197,11 +197,11 @@ def test_the_derivative_is_that_of_the_value_where_this_is_declared(name):
 def kl_by_twin(name: str, *given: Tensor) -> list[Tensor]:
     from twin_kernel import kl_kernel
 
-    from megatron_rl.policy_loss.reduce_triton import triton_of_estimator
+    from megatron_rl.policy_loss.reduce_triton import triton_version
 
     got = [torch.full_like(given[0], math.nan, device=KERNEL_DEVICE) for _ in range(2)]
     inputs = [x.to(KERNEL_DEVICE) for x in given]
-    kl_kernel[(1,)](*inputs, *got, len(given[0]), KL_FUNCTION=triton_of_estimator(KL_ESTIMATORS[name]), BLOCK=128)
+    kl_kernel[(1,)](*inputs, *got, len(given[0]), KL_FUNCTION=triton_version(KL_ESTIMATORS[name]), BLOCK=128)
     return [part.cpu() for part in got]
 
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import Group, all_gather_stack
+from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack
 from megatron_rl.ops.backends import resolve_backend, why_triton_is_missing
 from megatron_rl.ops.log_probs import (
     LOGIT_DTYPES,
@@ -207,17 +208,25 @@ def _adds_to_float32(dtype: torch.dtype, device: torch.device) -> bool:
 CPU_CHUNK_BYTES = 128 * 1024**2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOptions:
-    """The options of a head besides its operands."""
+    """The options of a head besides its operands.
 
-    temperature: float
-    vocab_size: int | None
-    tp_group: Group
-    with_entropy: bool
-    backend: str
-    sequence_parallel: bool
-    fp32_logits: bool
+    temperature: the logits are divided by it: the sampling temperature of the rollouts.
+    vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
+    backend: "auto", "torch" or "triton".
+    max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
+    sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
+    fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
+    """
+
+    temperature: float = 1.0
+    vocab_size: int | None = None
+    tp_group: Group = SINGLE
+    backend: str = Backend.AUTO
+    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
+    sequence_parallel: bool = False
+    fp32_logits: bool = False
 
 
 @dataclass(slots=True)
@@ -290,18 +299,13 @@ def compare_heads(
     weight: Tensor,  # [V_tp, H]
     labels: Tensor,  # [T]
     loss_mask: Tensor | None,  # [T]
-    options: HeadOptions,
-    max_logits_bytes: int,
 ) -> None:
-    """Adds the values that must be equal on ranks that share chunks and a softmax."""
+    """Adds the operands that must be equal on ranks that share chunks and a softmax."""
     if agreement is None or not agreement.is_active:
         return
     loss_mask = None if loss_mask is None else loss_mask.to(labels.device)
-    compare_log_prob_inputs(agreement, hidden, labels, loss_mask, options.temperature, options.vocab_size)
+    compare_log_prob_inputs(agreement, hidden, labels, loss_mask)
     agreement.add("shape of weight", str(list(weight.shape)))
-    for name in ("with_entropy", "backend", "sequence_parallel", "fp32_logits"):
-        agreement.add(name, getattr(options, name))
-    agreement.add("max_logits_bytes", max_logits_bytes)
 
 
 def rows_per_chunk(max_logits_bytes: int, bytes_per_row: int, *, preferred_bytes: int | None = None) -> int:
@@ -335,18 +339,20 @@ def warn_of_small_chunks(rows: int, bytes_per_row: int) -> None:
     )
 
 
-def chunk_capacity(weight: Tensor, max_logits_bytes: int, fp32_logits: bool, num_rows: int) -> int:
+def chunk_capacity(weight: Tensor, options: HeadOptions, num_rows: int) -> int:
     """Rows of a chunk within max_logits_bytes, on the CPU within CPU_CHUNK_BYTES too; equal on all tp and cp ranks."""
-    bytes_per_row = weight.shape[0] * bytes_per_logit(weight, fp32_logits)
+    bytes_per_row = weight.shape[0] * bytes_per_logit(weight, options.fp32_logits)
     if not weight.is_cuda:
-        return max(1, rows_per_chunk(max_logits_bytes, bytes_per_row, preferred_bytes=CPU_CHUNK_BYTES))
-    capacity = rows_per_chunk(max_logits_bytes, bytes_per_row)
+        return max(1, rows_per_chunk(options.max_logits_bytes, bytes_per_row, preferred_bytes=CPU_CHUNK_BYTES))
+    capacity = rows_per_chunk(options.max_logits_bytes, bytes_per_row)
     if capacity < min(CUDA_ROWS_WARNING, num_rows):
         warn_of_small_chunks(capacity, bytes_per_row)
     return capacity
 
 
-def make_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, num_rows: int) -> LinearHead:
+def make_head(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, num_rows: int, *, with_entropy: bool
+) -> LinearHead:
     """Makes the buffers, for chunks of up to num_rows rows. Call it under no_grad.
 
     Communication: with sequence_parallel one all-gather of hidden over tp, else none.
@@ -367,7 +373,7 @@ def make_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptio
         logits=logits,
         gradient=logits if wanted == stored else torch.empty_like(logits, dtype=wanted),
         log_probs=hidden.new_zeros(hidden.shape[0], dtype=numbers),
-        entropy=hidden.new_zeros(hidden.shape[0], dtype=numbers) if options.with_entropy else None,
+        entropy=hidden.new_zeros(hidden.shape[0], dtype=numbers) if with_entropy else None,
     )
 
 
@@ -400,16 +406,16 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
     logits' memory may get the gradient at coefficient 1, which saves a pass.
     """
     hidden, labels = chunk_operands(head, rows)
-    options, kernels, n = head.options, head.kernels, labels.numel()
+    kernels, with_entropy = head.kernels, head.entropy is not None
     result, is_unit_gradient = None, False
     logits = chunk_logits(head, hidden)
-    if leaves_gradient and kernels.unit_gradient is not None and options.tp_group.size() == 1:
-        out = head.gradient[:n]
-        result = kernels.unit_gradient(logits, labels, head.shard, with_entropy=options.with_entropy, out=out)
+    if leaves_gradient and kernels.unit_gradient is not None and head.options.tp_group.size() == 1:
+        out = head.gradient[: labels.numel()]
+        result = kernels.unit_gradient(logits, labels, head.shard, with_entropy=with_entropy, out=out)
         if result is not None:
             logits, is_unit_gradient = out, True
     if result is None:
-        result = kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
+        result = kernels.forward(logits, labels, None, head.shard, head.options.tp_group, with_entropy=with_entropy)
     keep_results(head, rows, result)
     return Chunk(rows, hidden, labels, logits, result, is_unit_gradient)
 

@@ -7,6 +7,7 @@ the rows with a coefficient again, chunk by chunk, and multiplies: four matmuls 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -123,7 +124,15 @@ def linear_log_probs(
     """
     tp_group = resolve_group(tp_group, "tp")
     one_temperature = 1.0 if isinstance(temperature, Tensor) else temperature
-    options = HeadOptions(one_temperature, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
+    options = HeadOptions(
+        temperature=one_temperature,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        backend=backend,
+        max_logits_bytes=max_logits_bytes,
+        sequence_parallel=sequence_parallel,
+        fp32_logits=fp32_logits,
+    )
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
         num_tokens = check_head(hidden, weight, labels, options)
         if loss_mask is not None and (
@@ -138,7 +147,11 @@ def linear_log_probs(
                 f"sampling_support with {why}: linear_log_probs of kept ids has no gradient and one temperature; call it under "
                 "torch.no_grad() with a number, or train with linear_policy_loss"
             )
-        compare_heads(agreement, hidden, weight, labels, loss_mask, options, max_logits_bytes)
+        compare_heads(agreement, hidden, weight, labels, loss_mask)
+        agreement.add("with_entropy", with_entropy)
+        for option in fields(options):
+            if option.name != "tp_group":
+                agreement.add(option.name, getattr(options, option.name))
         on_host, mask = None, None
         if sampling_support is not None:
             mask = None if loss_mask is None else loss_mask.to(hidden.device, non_blocking=True)
@@ -152,18 +165,18 @@ def linear_log_probs(
             temperatures = _of_rows(temperature, rows, num_tokens)
             agreement.add("temperatures of rows", temperatures)
             parts = tuple((one, rows[temperatures == one]) for one in temperatures.unique().tolist())
-        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, rows.numel())
+        capacity = chunk_capacity(weight, options, rows.numel())
     if on_host is not None:
         with torch.no_grad():
-            head, *_ = score_kept(hidden, weight, labels, options, on_host, rows, capacity, max_logits_bytes)
+            head, *_ = score_kept(hidden, weight, labels, options, on_host, rows, capacity, with_entropy=with_entropy)
         log_probs, entropy = head.log_probs, head.entropy
     elif needs_gradient:
         log_probs, entropy = LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-            hidden, weight, labels, options, parts, capacity, reduces_hidden
+            hidden, weight, labels, options, parts, capacity, with_entropy, reduces_hidden
         )
     else:
         with torch.no_grad():
-            head, _ = score_rows(hidden, weight, labels, options, parts, capacity)
+            head, _ = score_rows(hidden, weight, labels, options, parts, capacity, with_entropy=with_entropy)
         log_probs, entropy = head.log_probs, head.entropy
     return log_probs if entropy is None else (log_probs, entropy)
 
@@ -188,10 +201,11 @@ def _in_chunks(parts: Parts, capacity: int) -> list[tuple[float, Tensor]]:
 
 
 def score_rows(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, parts: Parts, capacity: int
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, parts: Parts, capacity: int, *, with_entropy: bool
 ) -> tuple[LinearHead, RowResult]:  # with the numbers of all rows [T]
     chunks = _in_chunks(parts, capacity)
-    head = make_head(hidden, weight, labels, options, max((chunk.numel() for _, chunk in chunks), default=0))
+    longest = max((chunk.numel() for _, chunk in chunks), default=0)
+    head = make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy)
     maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
     for temperature, numbers in chunks:
         chunk = forward_chunk(at_temperature(head, temperature), device_rows(numbers, head.hidden.device))
@@ -216,14 +230,15 @@ def score_kept(
     support: SamplingSupport,  # T rows, on the CPU
     rows: Tensor,  # ascending row numbers, on the CPU
     capacity: int,
-    max_bytes: int,
+    *,
+    with_entropy: bool,
 ) -> tuple[LinearHead, RowResult, Pairs, PairKernels, PairScores]:
     """The head's log_probs are over the kept ids, and its entropy over the vocabulary, whose numbers the RowResult has. Without an
     entropy no row is multiplied by all columns."""
-    rows_of_all_columns = rows if options.with_entropy else rows[:0]
-    head, result = score_rows(hidden, weight, labels, options, ((options.temperature, rows_of_all_columns),), capacity)
+    parts: Parts = ((options.temperature, rows if with_entropy else rows[:0]),)
+    head, result = score_rows(hidden, weight, labels, options, parts, capacity, with_entropy=with_entropy)
     pairs, kernels = make_pairs(support, rows, labels, head.shard), pair_kernels(resolve_backend(options.backend, head.logits))
-    scores = score_pairs(head.hidden, head.weight, pairs, head.shard, options.tp_group, kernels, max_bytes=max_bytes)
+    scores = score_pairs(head.hidden, head.weight, pairs, head.shard, options.tp_group, kernels, max_bytes=options.max_logits_bytes)
     head.log_probs[pairs.rows] = scores.log_probs
     return head, result, pairs, kernels, scores
 
@@ -240,9 +255,10 @@ class LinearLogProbs(torch.autograd.Function):
         options: HeadOptions,
         parts: Parts,
         capacity: int,
+        with_entropy: bool,
         reduces_hidden: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        head, result = score_rows(hidden, weight, labels, options, parts, capacity)
+        head, result = score_rows(hidden, weight, labels, options, parts, capacity, with_entropy=with_entropy)
         ctx.options, ctx.parts, ctx.capacity, ctx.reduces_hidden = options, parts, capacity, reduces_hidden
         # An unused output gets a None gradient, not zeros, so that an unused entropy costs nothing.
         ctx.set_materialize_grads(False)
@@ -257,7 +273,8 @@ class LinearLogProbs(torch.autograd.Function):
         is_live = c != 0 if entropy_gradient is None else (c != 0) | (entropy_gradient != 0)
         is_live = is_live.cpu()
         chunks = _in_chunks(tuple((one, rows[is_live[rows]]) for one, rows in ctx.parts), ctx.capacity)
-        head = make_head(hidden, weight, labels, ctx.options, max((chunk.numel() for _, chunk in chunks), default=0))
+        longest = max((chunk.numel() for _, chunk in chunks), default=0)
+        head = make_head(hidden, weight, labels, ctx.options, longest, with_entropy=entropy is not None)
         gradient = make_gradient(
             head,
             needs_hidden=ctx.needs_input_grad[0],
@@ -270,4 +287,4 @@ class LinearLogProbs(torch.autograd.Function):
         result = RowResult(maximum, total, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
         hidden_gradient = run_gradient(head, chunks, result, c, entropy_gradient, gradient)
         weight_gradient = None if gradient.weight is None else gradient.weight.to(weight.dtype)
-        return hidden_gradient, weight_gradient, *[None] * 5
+        return hidden_gradient, weight_gradient, *[None] * 6

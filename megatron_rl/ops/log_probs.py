@@ -121,7 +121,9 @@ def vocab_parallel_log_probs(
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
         resolved = resolve_backend(backend, check_logits(logits))
         shard = check_log_prob_inputs(logits, labels, loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
-        compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
+        compare_log_prob_inputs(agreement, logits, labels, loss_mask)
+        agreement.add("temperature", float(temperature))
+        agreement.add("vocab_size", vocab_size)
         agreement.add("with_entropy", with_entropy)
         if sampling_support is not None:
             check_support(sampling_support, labels, loss_mask, shard)
@@ -285,8 +287,6 @@ def compare_log_prob_inputs(
     operand: Tensor,  # logits [T, V_tp]; hidden states of the fused head
     labels: Tensor,  # [T]
     loss_mask: Tensor | None,  # [T]
-    temperature: float,
-    vocab_size: int | None,
 ) -> None:
     """Adds the values that must be equal on ranks that share a softmax. Masked labels may hold anything."""
     if agreement is None or not agreement.is_active:
@@ -296,5 +296,3 @@ def compare_log_prob_inputs(
     agreement.add("number of columns", operand.shape[1])
     agreement.add("loss_mask", loss_mask, is_sliced=True)
     agreement.add("labels", labels if loss_mask is None else torch.where(loss_mask, labels, 0), is_sliced=True)
-    agreement.add("temperature", float(temperature))
-    agreement.add("vocab_size", vocab_size)

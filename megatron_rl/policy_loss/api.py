@@ -105,7 +105,7 @@ def policy_loss(
         batch = prepared(loss, batch, num_tokens=logits.shape[0], device=logits.device, dtype=dtype, advantages_per=advantages_per)
         temperature, vocab_size, tp_group = options.temperature, options.vocab_size, options.tp_group
         shard = check_log_prob_inputs(logits, labels, batch.loss_mask, temperature, vocab_size, tp_group, inplace=options.inplace)
-        compare_log_prob_inputs(agreement, logits, labels, batch.loss_mask, temperature, vocab_size)
+        compare_log_prob_inputs(agreement, logits, labels, batch.loss_mask)
         support = batch.sampling_support
         if support is not None:
             check_support(support, labels, batch.loss_mask, shard, batch.cu_seqlens)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyMetrics
 from megatron_rl.count import check_counts
 from megatron_rl.declare import POLICY_LOSSES, PolicyLoss
 from megatron_rl.errors import ConfigError, DataError
@@ -28,6 +28,7 @@ from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.linear_head import HeadOptions
 from megatron_rl.ops.support import compare_supports
 
 # Relative standard deviation above which the advantages of a sample vary. For equal numbers float64 sums give less than 1e-7.
@@ -37,17 +38,14 @@ FIRST_COLUMNS = ("num_nonfinite", "counts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossOptions:
+class LossOptions(HeadOptions):
     """The keyword arguments of policy_loss, linear_policy_loss and loss_of_log_probs that are no tensors of a micro-batch. A call
-    that has no use for one refuses it.
+    that has no use for one refuses it. HeadOptions says what those of a head mean.
 
     clip_ratio_low, clip_ratio_high: the ratio is clipped at 1 minus and 1 plus these; None: the loss's default.
     loss_parameters: values of the parameters that the loss declares, by name; a missing one keeps its default.
-    temperature: the logits are divided by it: the sampling temperature of the rollouts.
-    vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
     tp_group, cp_group: a call without one, or with None, takes the group of megatron.core.parallel_state, else one rank.
     metrics: "none", "basic" or "with_entropy".
-    backend: "auto", "torch" or "triton".
     correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
     kl_coefficient, entropy_coefficient: 0 turns the term off.
     kl_estimator: a registered estimator of KL(policy, reference), or module.function.
@@ -61,21 +59,14 @@ class LossOptions:
     inplace: of policy_loss: the gradient is written over the logits, by backward or, with loss_scale, by forward. Another backward
         that needs the logits then raises. A later read of them finds the gradient, and nothing raises: take an entropy or a second
         loss before.
-    max_logits_bytes: of linear_policy_loss, as the two below: the most bytes of all chunk buffers together. Smaller chunks cost
-        time, not precision.
-    sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
-    fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
+    max_logits_bytes, sequence_parallel, fp32_logits: of linear_policy_loss.
     """
 
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
     loss_parameters: Mapping[str, float] = field(default_factory=dict)
-    temperature: float = 1.0
-    vocab_size: int | None = None
-    tp_group: Group = SINGLE
     cp_group: Group = SINGLE
     metrics: str = PolicyMetrics.NONE
-    backend: str = Backend.AUTO
     correction: CorrectionSettings | None = None
     kl_coefficient: float = 0.0
     kl_estimator: str = DEFAULT_KL_ESTIMATOR
@@ -83,9 +74,6 @@ class LossOptions:
     check_ranks: bool | None = None
     loss_scale: Tensor | float | AssumedScale | None = None
     inplace: bool = False
-    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
-    sequence_parallel: bool = False
-    fp32_logits: bool = False
 
     @property
     def estimator(self) -> KLEstimator | None:

@@ -33,7 +33,6 @@ from megatron_rl.ops.linear_gradient import (
     schedule_rows,
 )
 from megatron_rl.ops.linear_head import (
-    HeadOptions,
     LinearHead,
     check_head,
     chunk_capacity,
@@ -126,20 +125,10 @@ def linear_policy_loss(
     """
     with agreement_of(keywords) as agreement:
         options, tensors = options_and_tensors(keywords)
-        tp_group, fp32_logits = options.tp_group, options.fp32_logits
         loss = get_policy_loss(name)
         options.refuse(("inplace",), "is for policy_loss, which has logits")
-        # The head is checked before the options, because the choice of the backend reads the weight.
-        head_options = HeadOptions(
-            temperature=options.temperature,
-            vocab_size=options.vocab_size,
-            tp_group=tp_group,
-            with_entropy=options.needs_entropy(loss),
-            backend=options.backend,
-            sequence_parallel=options.sequence_parallel,
-            fp32_logits=fp32_logits,
-        )
-        num_tokens, device = check_head(hidden, weight, labels, head_options), hidden.device
+        # Before the options, because the choice of the backend reads the weight.
+        num_tokens, device = check_head(hidden, weight, labels, options), hidden.device
         support = tensors.get("sampling_support")
         if isinstance(support, SamplingSupport):
             tensors["sampling_support"], support = support.to(device), support.to(torch.device("cpu"))
@@ -151,35 +140,35 @@ def linear_policy_loss(
             token_weights=token_weights,
             **tensors,
         )
-        like_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
+        like_logits = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
         options, dtype = checked_options(loss, options, given, like_logits), log_probs_dtype(like_logits)
         batch = prepared(loss, given, num_tokens=num_tokens, device=device, dtype=dtype, advantages_per=advantages_per)
         if batch.sampling_support is not None:
-            shard = vocab_shard(weight.shape[0], options.temperature, options.vocab_size, tp_group)
+            shard = vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group)
             check_support(batch.sampling_support, labels, batch.loss_mask, shard, batch.cu_seqlens)
         bounds, mask = _on_host(loss_mask, cu_seqlens, batch)
-        capacity = chunk_capacity(weight, options.max_logits_bytes, fp32_logits, num_tokens)
+        capacity = chunk_capacity(weight, options, num_tokens)
         ready = None
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             ready = _ready_gradient(hidden, weight, options)
-        compare_heads(agreement, hidden, weight, labels, batch.loss_mask, head_options, options.max_logits_bytes)
+        compare_heads(agreement, hidden, weight, labels, batch.loss_mask)
         if agreement is not None:
             needs = str((ready is not None and hidden.requires_grad, ready is not None and weight.requires_grad))
             agreement.add("which gradients are needed (hidden, weight)", needs)
         compare_calls(agreement, loss, options, batch, given.advantages)
     batch = known_before_rows(loss, batch, options, dtype)
-    rows = mask.nonzero()[:, 0]
+    rows, with_entropy = mask.nonzero()[:, 0], options.needs_entropy(loss)
     with torch.no_grad():
         if support is not None:
-            sizes = (capacity, options.max_logits_bytes)
-            head, *scored = score_kept(hidden, weight, labels, head_options, support, rows, *sizes)
+            head, *scored = score_kept(hidden, weight, labels, options, support, rows, capacity, with_entropy=with_entropy)
         elif ready is None:
-            head, _ = score_rows(hidden, weight, labels, head_options, ((options.temperature, rows),), capacity)
+            parts = ((options.temperature, rows),)
+            head, _ = score_rows(hidden, weight, labels, options, parts, capacity, with_entropy=with_entropy)
         else:
             is_row_by_row = not (loss.reads_means or _waits_for_sums(batch, options))
             items = schedule_rows(rows, capacity) if is_row_by_row else _items(loss, options, rows, bounds, capacity)
             longest = max((chunk.numel() for item in items for chunk in item.chunks), default=0)
-            head = make_head(hidden, weight, labels, head_options, longest)
+            head = make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy)
             # cp ranks have other chunks of rows, so nothing is reduced there.
             row_options = replace(options, metrics=PolicyMetrics.NONE, cp_group=SINGLE if is_row_by_row else options.cp_group)
 
@@ -202,7 +191,7 @@ def linear_policy_loss(
             ready.weight = None if ready.is_in_main_grad else gradient.weight
         output, found = reduce(loss, head.log_probs, head.entropy, batch, options)
         if support is not None and ready is not None:
-            _fill_with_pairs(ready, head, scored, rows, sizes, found, needs_hidden=hidden.requires_grad)
+            _fill_with_pairs(ready, head, scored, rows, capacity, found, needs_hidden=hidden.requires_grad)
     return output if ready is None else replace(output, loss=attach_gradient(output.loss, hidden, weight, ready))
 
 
@@ -272,7 +261,7 @@ def _fill_with_pairs(
     head: LinearHead,
     scored: list[Any],  # of score_kept: numbers of all columns, pairs, kernels, scores
     rows: Tensor,  # ascending row numbers, on the CPU
-    sizes: tuple[int, int],  # rows of a chunk, bytes
+    capacity: int,
     coefficients: Coefficients,
     *,
     needs_hidden: bool,
@@ -282,7 +271,7 @@ def _fill_with_pairs(
     A term of the entropy, which is over the vocabulary, has chunks of all columns beside the pairs, and their logits a second time.
     Communication: tp one all-reduce of the gradient of hidden, or one reduce-scatter, during the weight gradient of the pairs.
     """
-    (full_results, pairs, kernels, scores), (capacity, max_bytes) = scored, sizes
+    full_results, pairs, kernels, scores = scored
     scale = 1.0 if ready.loss_scale is None else ready.loss_scale
     c, e = coefficients.log_probs * scale, coefficients.entropy
     gradient = make_gradient(
@@ -298,7 +287,7 @@ def _fill_with_pairs(
     if e is not None and rows.numel():
         chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
         run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)
-    g, pending, memory = pair_gradient(scores, pairs, c[pairs.rows], head.shard), None, {"max_bytes": max_bytes}
+    g, pending, memory = pair_gradient(scores, pairs, c[pairs.rows], head.shard), None, {"max_bytes": head.options.max_logits_bytes}
     if gradient.hidden is not None:
         pairs_gradient = gradient.hidden if e is None else torch.zeros_like(gradient.hidden)
         kernels.add_hidden(g, pairs, head.weight, out=pairs_gradient, **memory)

@@ -6,7 +6,6 @@ Loss, metrics and counts come from reduce_triton afterwards, from log_probs [T].
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from megatron_rl.ops.backends import OneReadConfiguration, gradient_like
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.rows_triton import plan_one_read, run_one_read
 from megatron_rl.policy_loss.inputs import LossBatch, LossOptions, further_inputs
-from megatron_rl.policy_loss.reduce_triton import contiguous, equation_of, reduce_triton, triton_of_estimator
+from megatron_rl.policy_loss.reduce_triton import loss_arguments, reduce_triton
 
 
 def plan_loss(
@@ -68,36 +67,16 @@ def read_once(
         zeros = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
         alone = replace(options, kl_coefficient=0.0, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
         policy_coefficients = reduce_triton(loss, zeros, None, batch, alone)[1].log_probs
-    equation, estimator = equation_of(loss, options), options.estimator
-    has_regularizer = options.kl_coefficient != 0 or options.entropy_coefficient != 0
     loss_scale = made_with.factor if isinstance(made_with, Assumption) else made_with
     scale = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.device == logits.device else None
-    of_loss: dict[str, Any] = {
-        "LOSS_MASK": batch.loss_mask.contiguous().view(torch.uint8),
+    arguments = loss_arguments(loss, batch, options) | {
         "POLICY_COEFFICIENTS": policy_coefficients,
-        "OLD_LOG_PROBS": contiguous(batch.old_log_probs),
-        "ADVANTAGES": batch.advantages.contiguous(),
-        "IMPORTANCE_WEIGHTS": contiguous(batch.importance_weights),
-        "REF_LOG_PROBS": contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
         "VECTORS": tuple(vector.contiguous() for vector in further_inputs(loss, batch, torch.float32).values()) or None,
-        "CU_SEQLENS": batch.cu_seqlens.contiguous(),
-        "TOKEN_WEIGHTS": batch.token_weights.contiguous(),
-        "REGULARIZER_WEIGHTS": contiguous(batch.regularizer_weights) if has_regularizer else None,
         "LOSS_SCALE": None if scale is None else scale.detach().float(),
         "loss_scale": 1.0 if scale is not None else float(loss_scale),
-        "lowest_ratio": equation.lowest_ratio,
-        "highest_ratio": equation.highest_ratio,
-        "parameters": equation.parameters,
-        "kl_coefficient": float(options.kl_coefficient),
-        "entropy_coefficient": float(options.entropy_coefficient),
-        "num_documents": batch.num_documents,
-        "KL_FUNCTION": None if estimator is None else triton_of_estimator(estimator),
-        "KL_TAKES_LOG_RATIO": estimator is not None and estimator.takes_log_ratio,
-        "LOSS": equation.function,
-        "IS_OF_RATIO": equation.is_of_ratio,
         "HAS_ENTROPY_TERM": options.entropy_coefficient != 0,
     }
     gradient = logits.detach() if options.inplace else gradient_like(logits)
     with_entropy = options.needs_entropy(loss)
-    found = run_one_read(configuration, logits, labels, shard, with_entropy=with_entropy, out=gradient, **of_loss)
+    found = run_one_read(configuration, logits, labels, shard, with_entropy=with_entropy, out=gradient, **arguments)
     return found.log_probs, found.entropy, gradient

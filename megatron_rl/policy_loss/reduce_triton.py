@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +59,8 @@ BLOCK, NUM_WARPS, MAX_REGISTERS = 2048, 16, 128
 # Documents that the last reduction loads at once.
 FINISH_BLOCK = 256
 VARIATION_SQUARED = tl.constexpr(ADVANTAGE_VARIATION**2)
+# The arguments of a loss that both kernels over documents take.
+VECTORS = ("OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "LOSS_MASK", "CU_SEQLENS")
 # Columns of the sums that a kernel knows by name; -1: it is not needed.
 COLUMNS = ("log_ratio", "log_probs", "importance", "advantages")
 # Columns of the sums that every loss has.
@@ -314,47 +315,43 @@ def finish_kernel(
     tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """What a kernel needs to call the Triton version of a loss."""
-
-    function: Callable[..., object]
-    parameters: tuple[float, ...] | None
-    lowest_ratio: float
-    highest_ratio: float
-    is_of_ratio: bool
-
-
 @functools.cache
-def triton_of_loss(loss: PolicyLoss) -> Callable[..., object]:
-    """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
-    return _triton_at(loss.triton, f"policy loss {loss.name!r}")
-
-
-@functools.cache
-def triton_of_estimator(estimator: KLEstimator) -> Callable[..., object]:
-    """The @triton.jit function that the estimator declares. Raises ConfigError as triton_of_loss."""
-    return _triton_at(estimator.triton, f"KL estimator {estimator.name!r}")
-
-
-def _triton_at(path: str | None, whose: str) -> Callable[..., object]:
-    assert path is not None
-    function = import_dotted(path, f"triton of {whose}:")
+def triton_version(declared: PolicyLoss | KLEstimator) -> Callable[..., object]:
+    """The @triton.jit function that a declaration names. Raises ConfigError where it cannot be imported or is no such function."""
+    whose = f"{'policy loss' if isinstance(declared, PolicyLoss) else 'KL estimator'} {declared.name!r}"
+    assert declared.triton is not None
+    function = import_dotted(declared.triton, f"triton of {whose}:")
     if not isinstance(function, triton.runtime.jit.KernelInterface):
-        raise ConfigError(f"triton={path!r} of {whose} is not a @triton.jit function: decorate it")
+        raise ConfigError(f"triton={declared.triton!r} of {whose} is not a @triton.jit function: decorate it")
     kernel: Callable[..., object] = function
     return kernel
 
 
-def equation_of(loss: PolicyLoss, options: LossOptions) -> Equation:
+def loss_arguments(loss: PolicyLoss, batch: LossBatch, options: LossOptions) -> dict[str, Any]:
+    """What each kernel that computes the loss and its terms takes: tensors of the batch, and the Triton versions with their
+    numbers."""
     low, high = loss.clip_bounds(options.clip_ratio_low, options.clip_ratio_high) or (1.0, math.inf)
-    return Equation(
-        function=triton_of_loss(loss),
-        parameters=tuple(options.loss_parameters.values()) or None,
-        lowest_ratio=1.0 - low,
-        highest_ratio=1.0 + high,
-        is_of_ratio=not loss.takes_log_probs,
-    )
+    has_regularizer, estimator = options.kl_coefficient != 0 or options.entropy_coefficient != 0, options.estimator
+    return {
+        "OLD_LOG_PROBS": contiguous(batch.old_log_probs),
+        "ADVANTAGES": batch.advantages.contiguous(),
+        "IMPORTANCE_WEIGHTS": contiguous(batch.importance_weights),
+        "REF_LOG_PROBS": contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
+        "LOSS_MASK": batch.loss_mask.contiguous().view(torch.uint8),
+        "CU_SEQLENS": batch.cu_seqlens.contiguous(),
+        "TOKEN_WEIGHTS": batch.token_weights.contiguous(),
+        "REGULARIZER_WEIGHTS": contiguous(batch.regularizer_weights) if has_regularizer else None,
+        "LOSS": triton_version(loss),
+        "IS_OF_RATIO": not loss.takes_log_probs,
+        "lowest_ratio": 1.0 - low,
+        "highest_ratio": 1.0 + high,
+        "parameters": tuple(options.loss_parameters.values()) or None,
+        "KL_FUNCTION": None if estimator is None else triton_version(estimator),
+        "KL_TAKES_LOG_RATIO": estimator is not None and estimator.takes_log_ratio,
+        "kl_coefficient": float(options.kl_coefficient),
+        "entropy_coefficient": float(options.entropy_coefficient),
+        "num_documents": batch.num_documents,
+    }
 
 
 @torch.no_grad()
@@ -371,14 +368,10 @@ def reduce_triton(
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take reduce_torch"
     columns = sum_columns(loss, batch)
     vectors = [vector.contiguous() for vector in further_inputs(loss, batch, log_probs.dtype).values()]
+    arguments = loss_arguments(loss, batch, options)
     shared: dict[str, Any] = {
         "LOG_PROBS": log_probs.contiguous(),
-        "OLD_LOG_PROBS": contiguous(batch.old_log_probs),
-        "ADVANTAGES": batch.advantages.contiguous(),
-        "IMPORTANCE_WEIGHTS": contiguous(batch.importance_weights),
-        "REF_LOG_PROBS": contiguous(batch.ref_log_probs) if options.kl_coefficient else None,
-        "LOSS_MASK": batch.loss_mask.contiguous().view(torch.uint8),
-        "CU_SEQLENS": batch.cu_seqlens.contiguous(),
+        **{name: arguments.pop(name) for name in VECTORS},
         "SUMS": log_probs.new_empty(batch.num_documents, len(columns), dtype=torch.float64),
         "NUM_COLUMNS": len(columns),
         **{f"{name.upper()}_COLUMN": columns.index(name) if name in columns else -1 for name in COLUMNS},
@@ -404,7 +397,7 @@ def reduce_triton(
         if loss.level == "sequence" and loss.needs:
             means = vectors_of_samples(loss, read_sums(loss, sums, batch, log_probs.dtype), log_probs.dtype)
             vectors = [vector.contiguous() for vector in means.values()]
-        terms, c, e, num_nonfinite = _loss_and_coefficients(loss, shared, tuple(vectors) or None, entropy, batch, options)
+        terms, c, e, num_nonfinite = _loss_and_coefficients(arguments | shared, tuple(vectors) or None, entropy, batch, options)
         total, (policy_loss, kl_loss, entropy_sum) = _finish(terms, options)
         metrics = None
         if options.metrics != PolicyMetrics.NONE:
@@ -424,43 +417,28 @@ def reduce_triton(
 
 
 def _loss_and_coefficients(
-    loss: PolicyLoss,
-    shared: dict[str, Any],  # the arguments of both kernels over documents
+    arguments: dict[str, Any],
     vectors: tuple[Tensor, ...] | None,  # [T] each, the loss's further inputs; of a sequence-level loss [N]
     entropy: Tensor | None,  # [T]
     batch: LossBatch,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(terms [N, 3] float64, coefficients [T], entropy_coefficients [T] or None, num_nonfinite [N] int32)."""
-    log_probs, has_entropy_term = shared["LOG_PROBS"], options.entropy_coefficient != 0
-    has_regularizer = has_entropy_term or options.kl_coefficient != 0
+    log_probs, has_entropy_term = arguments["LOG_PROBS"], options.entropy_coefficient != 0
     terms = log_probs.new_empty(batch.num_documents, 3, dtype=torch.float64)
     coefficients = torch.empty_like(log_probs)
     entropy_coefficients = torch.empty_like(log_probs) if has_entropy_term else None
     num_nonfinite = log_probs.new_empty(batch.num_documents, dtype=torch.int32)
-    equation, estimator = equation_of(loss, options), options.estimator
     loss_and_coefficients_kernel[(batch.num_documents + 1,)](
         ENTROPIES=contiguous(entropy) if has_entropy_term else None,
         VECTORS=vectors,
         TOKEN_COUNTS=contiguous(batch.token_counts),
-        TOKEN_WEIGHTS=batch.token_weights.contiguous(),
-        REGULARIZER_WEIGHTS=contiguous(batch.regularizer_weights) if has_regularizer else None,
         COEFFICIENTS=coefficients,
         ENTROPY_COEFFICIENTS=entropy_coefficients,
         NUM_NONFINITE=num_nonfinite,
         TERMS=terms,
-        lowest_ratio=equation.lowest_ratio,
-        highest_ratio=equation.highest_ratio,
-        parameters=equation.parameters,
-        kl_coefficient=float(options.kl_coefficient),
-        entropy_coefficient=float(options.entropy_coefficient),
-        num_documents=batch.num_documents,
         num_tokens=log_probs.numel(),
-        KL_FUNCTION=None if estimator is None else triton_of_estimator(estimator),
-        KL_TAKES_LOG_RATIO=estimator is not None and estimator.takes_log_ratio,
-        LOSS=equation.function,
-        IS_OF_RATIO=equation.is_of_ratio,
-        **shared,
+        **arguments,
     )
     return terms, coefficients, entropy_coefficients, num_nonfinite
 
