@@ -22,10 +22,11 @@ from megatron_rl.ops.backends import (
     StatisticsConfiguration,
     one_read_configuration,
     resolve_backend,
+    vocab_shard,
 )
-from megatron_rl.ops.linear_head import chunk_capacity
+from megatron_rl.ops.linear_head import HeadOptions, chunk_capacity
 from megatron_rl.ops.linear_log_probs import linear_log_probs
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_torch
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
@@ -313,7 +314,7 @@ def _configured(configuration: StatisticsConfiguration | GradientConfiguration, 
 def chunk_rows(problem: HeadProblem) -> int:
     """Rows in a chunk of the fused head; the bare matmuls use the same number."""
     num_tokens = problem.case.num_tokens
-    return min(chunk_capacity(problem.weight, MAX_LOGITS_BYTES, False, num_tokens), num_tokens)
+    return min(chunk_capacity(problem.weight, HeadOptions(max_logits_bytes=MAX_LOGITS_BYTES), num_tokens), num_tokens)
 
 
 def fused(

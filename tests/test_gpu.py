@@ -28,6 +28,7 @@ from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.fp32_head import fp32_head_logits
 from megatron_rl.ops.linear_head import (
     TEMPORARY_BYTES,
+    HeadOptions,
     add_weight_gradient,
     bytes_per_logit,
     chunk_capacity,
@@ -455,4 +456,4 @@ def test_memory_is_the_budget_and_the_gradients(num_documents, terms, into_main_
     model = limit + of_hidden + (0 if into_main_grad else of_weight)
     assert 0.5 * limit < extra <= model + beside, (extra / 2**20, model / 2**20)
     assert extra < 0.6 * 8192 * 32768 * 2
-    assert chunk_capacity(case.weight, limit, False, 8192) < 8192
+    assert chunk_capacity(case.weight, HeadOptions(max_logits_bytes=limit), 8192) < 8192

@@ -31,7 +31,7 @@ MOST_FRAMES = {"policy_loss": 5, "ops": 4}  # of the kernels in policy_loss/ and
 MOST = {
     ("torch", "none"): (10, 2900),
     ("torch", "basic"): (12, 3200),
-    ("triton", "none"): (10, 3900),
+    ("triton", "none"): (10, 3800),
     ("triton", "basic"): (15, 4500),
 }
 # The same of one call of other paths, without a GPU.

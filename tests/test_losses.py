@@ -18,7 +18,8 @@ from refused import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, lo
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
+from megatron_rl.ops.backends import vocab_shard
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.policy_loss import (
     grpo_loss,
     gspo_loss,

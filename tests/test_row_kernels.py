@@ -28,12 +28,14 @@ from megatron_rl.ops.backends import (
     GradientConfiguration,
     OneReadConfiguration,
     StatisticsConfiguration,
+    VocabShard,
     flat_rows,
     gradient_like,
     split_rows,
+    vocab_shard,
 )
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.log_probs_torch import VocabShard, merge_shards
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.log_probs_torch import merge_shards
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton

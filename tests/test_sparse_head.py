@@ -22,8 +22,9 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops import support as pairs_of
+from megatron_rl.ops.backends import vocab_shard
 from megatron_rl.ops.linear_log_probs import linear_log_probs, pair_kernels
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.support import Pairs, make_pairs, pair_gradient, score_pairs
 from megatron_rl.policy_loss import linear_policy_loss

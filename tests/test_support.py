@@ -24,8 +24,8 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.log_probs import row_kernels, vocab_parallel_log_probs, vocab_shard
+from megatron_rl.ops.backends import resolve_backend, vocab_shard
+from megatron_rl.ops.log_probs import row_kernels, vocab_parallel_log_probs
 from megatron_rl.ops.support import SupportLogProbs
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput

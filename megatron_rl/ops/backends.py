@@ -11,9 +11,10 @@ host knows and that are equal on all tp ranks. So no launch synchronises, and al
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rl.config import TRITON_OF_TORCH, Backend
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import Group
 
 # The dtypes that the kernels load; they compute in float32. float64 logits are computed in float64, in torch.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -160,6 +162,70 @@ def check_delivered(upstream: Tensor, loss_scale: Tensor | float, why: str) -> T
             "everything that multiplies .loss: the schedule's factor, 1 / num_microbatches and the optimizer's loss scale"
         )
     return None
+
+
+# 1 / temperature must fit in float32.
+SMALLEST_TEMPERATURE = 1e-30
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """What a kernel needs besides the logits. `num_columns` counts this shard's real columns; the others are padding."""
+
+    first_column: int
+    num_columns: int
+    inverse_temperature: float
+    vocab_size: int  # real columns of all shards
+
+
+def log_probs_dtype(operand: Tensor) -> torch.dtype:
+    """Log-probabilities are float64 for float64 operands, else float32."""
+    return torch.float64 if operand.dtype == torch.float64 else torch.float32
+
+
+def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | None, tp_group: Group) -> VocabShard:
+    """This rank's columns. Shards are equal and contiguous, so the padding is at the end.
+
+    Raises DataError, the same on every tp rank, for a vocab_size that is not a whole number in [1, columns of all tp ranks], or
+    leaves the last rank no column.
+    """
+    first_column, num_stored = tp_group.rank() * num_stored_columns, num_stored_columns * tp_group.size()
+    if vocab_size is None:
+        vocab_size = num_stored
+    elif isinstance(vocab_size, bool) or not isinstance(vocab_size, Integral):
+        raise DataError(f"vocab_size={vocab_size!r} must be a whole number, or None where all columns are real")
+    if not 1 <= vocab_size <= num_stored:
+        raise DataError(f"vocab_size={vocab_size} must be in [1, {num_stored}], the columns of all tp ranks together")
+    if vocab_size <= (last := num_stored - num_stored_columns):
+        raise DataError(
+            f"vocab_size={vocab_size} with {num_stored_columns} columns on each of {tp_group.size()} tensor-parallel ranks: the "
+            f"columns of the last rank begin at {last}, and none is real. If each rank has the logits of the whole vocabulary, "
+            "build the model with parallel_output=True; if the vocabulary is so small, take fewer tensor-parallel ranks"
+        )
+    num_columns = min(int(vocab_size) - first_column, num_stored_columns)
+    # float(): a Triton kernel does not know numpy numbers, and takes a tensor as an address.
+    return VocabShard(first_column, num_columns, 1.0 / float(temperature), int(vocab_size))
+
+
+def check_labels(labels: Tensor, num_tokens: int) -> None:
+    if not isinstance(labels, Tensor):
+        raise DataError(f"labels are {type(labels).__name__}: pass a torch tensor [T={num_tokens}] int64")
+    if labels.shape != (num_tokens,) or labels.dtype != torch.int64:
+        raise DataError(f"labels must be [T={num_tokens}] int64, got {tuple(labels.shape)} {labels.dtype}")
+
+
+def check_temperature(temperature: float) -> None:
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
+        raise ConfigError(
+            f"temperature is a tensor of shape {tuple(temperature.shape)}: it must be one number; linear_log_probs takes one a row"
+        )
+    is_number = isinstance(temperature, Real | Tensor) and not isinstance(temperature, bool)
+    if not (is_number and math.isfinite(temperature) and temperature > SMALLEST_TEMPERATURE):
+        raise ConfigError(
+            f"temperature={temperature!r} must be a finite number above 0 ({SMALLEST_TEMPERATURE:g}, whose inverse float32 holds): "
+            "it divides the logits"
+        )
 
 
 # Elements between aligned columns: 16 bytes of 16-bit logits, 32 of float32.

@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.ops.backends import first_order_only, resolve_backend, runs_eagerly
+from megatron_rl.ops.backends import check_temperature, first_order_only, resolve_backend, runs_eagerly, vocab_shard
 from megatron_rl.ops.linear_gradient import cut, make_gradient, run_gradient
 from megatron_rl.ops.linear_head import (
     HeadOptions,
@@ -31,7 +31,7 @@ from megatron_rl.ops.linear_head import (
     forward_chunk,
     make_head,
 )
-from megatron_rl.ops.log_probs import LogProbKeywords, check_temperature, vocab_shard
+from megatron_rl.ops.log_probs import LogProbKeywords
 from megatron_rl.ops.log_probs_torch import RowResult
 from megatron_rl.ops.support import (
     PairKernels,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layout.groups import Group, all_gather_stack
+from megatron_rl.ops.backends import VocabShard
 
 # A maximum starts here, not at -inf, so that a row or shard without a finite logit gives no inf - inf.
 MAXIMUM_FLOOR = -1e30
@@ -25,16 +26,6 @@ EXPONENT_FLOOR = -800.0
 CPU_CHUNK_BYTES = 4 * 1024**2
 # On a GPU a chunk only has to bound memory; launches cost more than cache misses.
 CUDA_CHUNK_BYTES = 256 * 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class VocabShard:
-    """What a kernel needs besides the logits. `num_columns` counts this shard's real columns; the others are padding."""
-
-    first_column: int
-    num_columns: int
-    inverse_temperature: float
-    vocab_size: int  # real columns of all shards
 
 
 @dataclass(frozen=True, slots=True)

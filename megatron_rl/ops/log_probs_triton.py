@@ -12,8 +12,7 @@
                     a coefficient, and padding columns, are only written
 
 Letters and units as in log_probs_torch. The exponent is (x - m) * qk with qk = log2(e) / temperature: the difference of two
-logits near 1e4 is exact, x * qk - m * qk is not. Nothing synchronises.
-Derivation and layout: docs/kernels.md.
+logits near 1e4 is exact, x * qk - m * qk is not. Nothing synchronises. Derivation and layout: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ from megatron_rl.ops.backends import (
     STATISTICS_DEFAULTS,
     GradientConfiguration,
     StatisticsConfiguration,
+    VocabShard,
     flat_rows,
     gradient_like,
     has_flat_rows,
     split_rows,
 )
-from megatron_rl.ops.log_probs_torch import RowResult, VocabShard
+from megatron_rl.ops.log_probs_torch import RowResult
 
 # Rows of one program of list_rows, and entries of the mask that it reads at once.
 LIST_BLOCK = 4096

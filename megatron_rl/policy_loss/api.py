@@ -13,13 +13,12 @@ from megatron_rl.config import Backend
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
-from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, runs_eagerly
+from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, log_probs_dtype, runs_eagerly
 from megatron_rl.ops.log_probs import (
     VocabParallelLogProbs,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
-    log_probs_dtype,
     row_kernels,
 )
 from megatron_rl.ops.support import SupportLogProbs, check_support
@@ -92,14 +91,7 @@ def policy_loss(
         options, tensors = options_and_tensors(keywords)
         loss = get_policy_loss(name)
         options.refuse(OF_HIDDEN_STATES, "is for linear_policy_loss, which has hidden states")
-        batch = LossBatch(
-            old_log_probs=old_log_probs,
-            advantages=advantages,
-            loss_mask=loss_mask,
-            cu_seqlens=cu_seqlens,
-            token_weights=token_weights,
-            **tensors,
-        )
+        batch = LossBatch(old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **tensors)
         options = checked_options(loss, options, batch, check_logits(logits))
         dtype = log_probs_dtype(logits)
         batch = prepared(loss, batch, num_tokens=logits.shape[0], device=logits.device, dtype=dtype, advantages_per=advantages_per)
@@ -165,14 +157,7 @@ def loss_of_log_probs(
                 f"policy loss {loss.name!r} needs the entropy of each token, and this call has log-probabilities: call policy_loss "
                 "or linear_policy_loss, which have logits, or choose another loss"
             )
-        batch = LossBatch(
-            old_log_probs=old_log_probs,
-            advantages=advantages,
-            loss_mask=loss_mask,
-            cu_seqlens=cu_seqlens,
-            token_weights=token_weights,
-            **tensors,
-        )
+        batch = LossBatch(old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **tensors)
         options = checked_options(loss, options, batch, values)
         batch = prepared(
             loss, batch, num_tokens=values.shape[0], device=values.device, dtype=values.dtype, advantages_per=advantages_per

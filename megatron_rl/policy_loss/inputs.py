@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -184,7 +184,7 @@ def _number(name: str, value: object) -> float:
     return float(number) if abs(number) <= torch.finfo(torch.float32).max or number != number else math.copysign(math.inf, number)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LossBatch:
     """The tensors of one micro-batch of this rank. Masked positions, and padding past cu_seqlens[-1], may hold anything.
 
@@ -209,6 +209,7 @@ class LossBatch:
     loss_mask: Tensor
     cu_seqlens: Tensor
     token_weights: Tensor
+    _: KW_ONLY
     token_counts: Tensor | None = None
     importance_weights: Tensor | None = None
     ref_log_probs: Tensor | None = None

@@ -17,7 +17,7 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.ops.backends import runs_eagerly
+from megatron_rl.ops.backends import log_probs_dtype, runs_eagerly, vocab_shard
 from megatron_rl.ops.linear_gradient import (
     ReadyGradient,
     WorkItem,
@@ -42,7 +42,6 @@ from megatron_rl.ops.linear_head import (
     make_head,
 )
 from megatron_rl.ops.linear_log_probs import score_kept, score_rows
-from megatron_rl.ops.log_probs import log_probs_dtype, vocab_shard
 from megatron_rl.ops.support import check_support, pair_gradient
 from megatron_rl.policy_loss.api import known_before_rows, reduce
 from megatron_rl.policy_loss.inputs import (
@@ -132,14 +131,8 @@ def linear_policy_loss(
         support = tensors.get("sampling_support")
         if isinstance(support, SamplingSupport):
             tensors["sampling_support"], support = support.to(device), support.to(torch.device("cpu"))
-        given = LossBatch(
-            old_log_probs=old_log_probs,
-            advantages=_on(device, advantages),
-            loss_mask=_on(device, loss_mask),
-            cu_seqlens=cu_seqlens,
-            token_weights=token_weights,
-            **tensors,
-        )
+        moved = (_on(device, advantages), _on(device, loss_mask))
+        given = LossBatch(old_log_probs, *moved, cu_seqlens, token_weights, **tensors)
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
         options, dtype = checked_options(loss, options, given, like_logits), log_probs_dtype(like_logits)
         batch = prepared(loss, given, num_tokens=num_tokens, device=device, dtype=dtype, advantages_per=advantages_per)
