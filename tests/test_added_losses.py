@@ -76,8 +76,8 @@ def test_a_model_that_attaches_an_unknown_loss_is_refused_in_its_first_forward(f
     hidden = layer(torch.ones(1, 2))
     output = function.apply(hidden, hidden.sum()).exp() * 2
     with torch.no_grad():
-        check_attached(layer, [layer(torch.ones(1, 2))])  # has no graph, and is no answer
-    said = error_of(lambda: check_attached(layer, [output]))
+        assert not check_attached([layer(torch.ones(1, 2))])  # has no graph, and is no answer
+    said = error_of(lambda: check_attached([output]))
     assert ("the model attaches a loss by NewAutoScaler, which this package does not know" in said) == is_refused
     assert is_refused or said == ""
 

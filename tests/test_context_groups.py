@@ -18,8 +18,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE, SingleProcess, have_same_ranks, make_context_groups, resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
-from megatron_rl.megatron.context_groups import hybrid_data, packed_params_of
+from megatron_rl.megatron.context_groups import hybrid_data
 from megatron_rl.megatron.forward_step import PolicyForwardStep
+from megatron_rl.megatron.head import packed_params_of
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.schedule import scale_for_schedule

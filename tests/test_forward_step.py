@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron import checks
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
 from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
@@ -77,19 +76,21 @@ def test_the_per_token_contract_takes_token_mean_alone():
     assert [*contract_problems(sample_mean, replace(model, calculate_per_token_loss=False))] == []
 
 
-def test_a_setting_that_the_training_loop_changes_is_judged_again(monkeypatch):
-    """A model is checked once; calculate_per_token_loss, or a scale of MTP's losses, may come after it is built."""
-    from megatron.core.transformer import TransformerConfig
+def changed_later_on_rank(rank):
+    """What the step after a step says, where the model's config was changed between them."""
+    trainer = cases.tiny_trainer(PolicyLossConfig(loss_aggregation="sample_mean"))
+    said = []
+    for is_per_token in (False, True, False):
+        trainer.model.config.calculate_per_token_loss = is_per_token
+        said.append(error_of(lambda: trainer.step([cases.ragged_step()])))
+    return said
 
-    model_config, bare = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1), torch.nn.Identity()
-    monkeypatch.setattr(checks, "find_gpt_model", lambda model: bare)
-    monkeypatch.setattr(checks, "model_config_of", lambda model: model_config)
-    bare.pre_process = True
-    config = PolicyLossConfig(loss_aggregation="sample_mean")
-    checks.check_model(config, bare, is_packed=False)
-    model_config.calculate_per_token_loss = True
-    with pytest.raises(ConfigError, match="--loss-aggregation sample_mean with calculate_per_token_loss=True"):
-        checks.check_model(config, bare, is_packed=False)
+
+def test_a_setting_that_the_training_loop_changes_is_judged_again(pool):
+    """A model is checked once; calculate_per_token_loss, or a scale of MTP's losses, may come after it is built."""
+    [(before, changed, again)] = pool.run(changed_later_on_rank, world_size=1)
+    assert (before, again) == ("", "")
+    assert "--loss-aggregation sample_mean with calculate_per_token_loss=True" in changed
 
 
 def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):

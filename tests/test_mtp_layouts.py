@@ -18,7 +18,7 @@ from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
-from megatron_rl.megatron import head, multi_token
+from megatron_rl.megatron import multi_token, router_losses
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import PolicyForwardStep
@@ -200,7 +200,7 @@ def test_a_tied_embedding_has_the_gradient_of_one_rank(pool, layout):
 
 def without_padding_mask():
     """As Megatron itself, which gives these routers no mask."""
-    return mock.patch.object(head, "padding_of_mtp", lambda *arguments: mock.MagicMock())
+    return mock.patch.object(router_losses, "padding_of_mtp", lambda *arguments: mock.MagicMock())
 
 
 @megatron

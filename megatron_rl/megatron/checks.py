@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 # Settings of a model that a training loop may set after the model is built.
-SET_LATE = ("calculate_per_token_loss", "mtp_grad_scale_func", "moe_grad_scale_func")
+SET_LATE = ("calculate_per_token_loss", "mtp_grad_scale_func", "moe_grad_scale_func", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 # Bare models, with the settings that they were checked for.
 _checked: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
-# Bare models whose first graph was looked at.
-_walked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_model(config: PolicyLossConfig, model: nn.Module, *, is_packed: bool) -> None:
@@ -108,16 +106,13 @@ def exact_problems(
         )
 
 
-def check_attached(model: nn.Module, outputs: Iterable[Tensor]) -> None:
-    """Once a model, in its first forward with a graph: raises ConfigError for an autograd Function that has a set_loss_scale, as
-    Megatron's have, and that SCALERS does not know: its scale may depend on the layout.
+def check_attached(outputs: Iterable[Tensor]) -> bool:
+    """Raises ConfigError where the graph of a forward has an autograd Function with a set_loss_scale, as Megatron's have, that
+    SCALERS does not know: its scale may depend on the layout. False: there is no graph to look at.
 
     outputs: what the forward has made on this rank. A layer that backward recomputes hides what it attaches. No synchronisation.
     """
-    bare = find_gpt_model(model)
     waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    if bare in _walked or not waiting:
-        return
     seen, unknown = set(), set()
     while waiting:
         node = waiting.pop()
@@ -133,4 +128,4 @@ def check_attached(model: nn.Module, outputs: Iterable[Tensor]) -> None:
             f"the model attaches a loss by {' and '.join(sorted(unknown))}, which this package does not know, and its scale may "
             f"change with the layout: switch it off in the model's config. Known are {', '.join(SCALERS)}"
         )
-    _walked.add(bare)
+    return bool(seen)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import Group, have_same_ranks, process_group, resolve_groups
+from megatron_rl.layout.groups import Group, process_group, resolve_groups
 from megatron_rl.megatron.attention import PackedAttention
 from megatron_rl.megatron.batch import ForwardInput
 from megatron_rl.megatron.model import find_gpt_model
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Bare models that have run a micro-batch over another group. From then on each forward names its group, because the layers of
 # Transformer Engine keep the last one.
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+models_with_groups: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Settings under which a layer communicates over one group, the model's or one that was captured, whatever packed_seq_params say.
 _SETTINGS = (
     "multi_latent_attention",
@@ -40,29 +40,26 @@ _SETTINGS = (
 )
 
 
-def packed_params_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput) -> object | None:
-    """The packed_seq_params of this forward: the batch's, with the micro-batch's group where it is not the model's.
+def params_with_group(model: nn.Module, config: TransformerConfig, batch: ForwardInput, group: Group) -> object:
+    """The packed_seq_params of a forward over this group, which its layers take from now on.
 
     A padded batch gets some in the format sbhd, as in Megatron-Core's hybrid context parallelism. No communication.
     Raises ConfigError where a layer would use the model's group all the same.
     """
-    own = resolve_groups(model).cp
-    group = own if batch.cp_group is None or have_same_ranks(batch.cp_group, own) else batch.cp_group
     bare = find_gpt_model(model)
-    if bare not in _models:
-        if group is own:
-            return batch.packed_seq_params
+    if bare not in models_with_groups:
         layers = _attention_layers(bare)
         problems = [*own_group_problems(vars(config)), *_layer_problems(bare, layers)]
         if problems:
-            sizes = f"a micro-batch over {group.size()} context-parallel ranks, in a model with {own.size()}"
+            own_size = resolve_groups(model).cp.size()
+            sizes = f"a micro-batch over {group.size()} context-parallel ranks, in a model with {own_size}"
             raise ConfigError([f"{sizes}: {problem}; give each micro-batch the model's group" for problem in problems])
         for layer in layers:
             _take_group_of_call(layer)
-        _models.add(bare)
+        models_with_groups.add(bare)
     params: Any = _padded_params(batch, group) if batch.packed_seq_params is None else copy.copy(batch.packed_seq_params)
     params.cp_group, params.local_cp_size = group, group.size()
-    return params  # type: ignore[no-any-return]
+    return params
 
 
 def own_group_problems(settings: Mapping[str, object]) -> Iterator[str]:

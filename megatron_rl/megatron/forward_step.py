@@ -18,11 +18,12 @@ from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
 from megatron_rl.megatron.batch import PolicyBatch
-from megatron_rl.megatron.checks import check_attached, check_model
+from megatron_rl.megatron.checks import SET_LATE, check_attached, check_model
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss
 from megatron_rl.megatron.router_losses import prepare_routers
+from megatron_rl.megatron.samples import trained_mtp_layers
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
@@ -75,6 +76,8 @@ class PolicyForwardStep:
         self._head = HeadSettings.of(config)
         self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
         self._reports: list[MicrobatchReport] = []
+        # Models whose config and first graph are checked, with what may change after that.
+        self._checked: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
         self._num_microbatches: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
         self._options: dict[str, Any] = {
             "clip_ratio_low": config.clip_ratio_low,
@@ -94,13 +97,20 @@ class PolicyForwardStep:
     def __call__(self, data_iterator: Iterator[PolicyBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], ScheduledLoss]]:
         batch = next(data_iterator)
         model_config = model_config_of(model)
-        check_model(self.config, model, is_packed=batch.packed_seq_params is not None)
+        is_packed = batch.packed_seq_params is not None
+        settings = (is_packed, *(getattr(model_config, name, None) for name in SET_LATE))
+        is_checked = self._checked.get(model) == settings
+        if not is_checked:
+            check_model(self.config, model, is_packed=is_packed)
         groups = resolve_groups(model) if self.groups is None else self.groups
-        prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
-        further = further_tokens(batch, model, model_config)
+        if model_config.num_moe_experts is not None:
+            prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
+        further = further_tokens(batch, model, model_config) if trained_mtp_layers(model_config) else None
         num_further = 0 if further is None else len(further.labels)
         output, inputs, rows = run_model(model, batch, self._head, groups.tp, num_further=num_further)
-        check_attached(model, [part.hidden if isinstance(part, HeadInputs) else part for part in (inputs or output, *rows)])
+        made = [part.hidden if isinstance(part, HeadInputs) else part for part in (inputs or output, *rows)]
+        if not is_checked and check_attached(made):
+            self._checked[model] = settings
         # A model in eval mode may have no backward. With a fused head float16 needs the factor in forward all the same.
         if inputs is None:
             is_known = self.announces_factor and model.training

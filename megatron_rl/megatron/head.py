@@ -10,7 +10,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
 from megatron_rl.errors import ConfigError, name_of, place_of
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, have_same_ranks, resolve_groups
 from megatron_rl.megatron.batch import ForwardInput
-from megatron_rl.megatron.context_groups import packed_params_of
+from megatron_rl.megatron.context_groups import models_with_groups, params_with_group
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
-from megatron_rl.megatron.router_losses import padding_of, padding_of_mtp
-from megatron_rl.megatron.routing import replayed
+from megatron_rl.megatron.router_losses import routed
 from megatron_rl.ops.fp32_head import fp32_head_logits
 
 if TYPE_CHECKING:
@@ -116,12 +115,13 @@ def run_model(
     packed = packed_params_of(model, config, batch)
     extra: dict[str, object] = {} if packed is None else {"packed_seq_params": packed}
     extra |= without_upcast(model)
-    extra |= padding_of(model, config, batch, tp_group)
+    has_routers = config.num_moe_experts is not None or batch.routes is not None
 
     def call() -> Tensor:
-        mtp = _rows_of_layers(model, trains_mtp=num_further > 0)
-        with replayed(model, config, batch, tp_group), mtp, padding_of_mtp(model, config, batch, tp_group):
-            output: Tensor = model(batch.tokens, batch.position_ids, None, **extra)
+        no_routers: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
+        routers = routed(model, config, batch, tp_group) if has_routers else no_routers
+        with routers as padding, _rows_of_layers(model, trains_mtp=num_further > 0):
+            output: Tensor = model(batch.tokens, batch.position_ids, None, **extra, **padding)
         return output
 
     if layer is None or not (settings.is_on or use):
@@ -131,6 +131,16 @@ def run_model(
     if settings.is_fused:
         return _with_inputs(layer, call, parts_of)
     return _with_logits(layer, call, parts_of, settings, tp_group, positions)
+
+
+def packed_params_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput) -> object | None:
+    """The packed_seq_params of this forward: the batch's, with the micro-batch's group where it is not the model's.
+    Raises what params_with_group raises."""
+    own = resolve_groups(model).cp
+    group = own if batch.cp_group is None or have_same_ranks(batch.cp_group, own) else batch.cp_group
+    if group is own and find_gpt_model(model) not in models_with_groups:
+        return batch.packed_seq_params
+    return params_with_group(model, config, batch, group)
 
 
 def _check_once(model: nn.Module, layer: Any, settings: HeadSettings, tp_group: Group, use: str) -> None:

@@ -42,13 +42,12 @@ class MultiTokenLoss(NamedTuple):
 
 
 def further_tokens(batch: PolicyBatch, model: nn.Module, config: TransformerConfig) -> FurtherTokens | None:
-    """What the layers of MTP are trained on in this forward; None where they do not run: without such layers, with the factor 0, in
-    a forward without a gradient. Raises DataError where the step has not counted its tokens."""
-    num_layers = trained_mtp_layers(config)
-    if not num_layers or not model.training or not torch.is_grad_enabled():
+    """What the trained layers of MTP are trained on in this forward; None where they do not run, in one without a gradient.
+    Raises DataError where the step has not counted its tokens."""
+    if not model.training or not torch.is_grad_enabled():
         return None
     given = batch.context.num_further_tokens
-    if given is None or batch.further is None or len(given) != num_layers:
+    if given is None or batch.further is None or len(given) != trained_mtp_layers(config):
         raise DataError(
             f"mtp_num_layers={config.mtp_num_layers} needs the tokens of the whole step that its layers predict: give "
             "StepContext(num_further_tokens=count_further_tokens(...)), or set mtp_loss_scaling_factor=0"

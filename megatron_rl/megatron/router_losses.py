@@ -33,7 +33,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, ParallelGroups, have_same_ranks
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.megatron.routing import routers_of
+from megatron_rl.megatron.routing import replayed, routers_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -68,12 +68,12 @@ def takes_padding_mask(model: nn.Module | type[nn.Module]) -> bool:
 
 
 def padding_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput, tp_group: Group) -> dict[str, Tensor]:
-    """The keyword that tells routers which positions are padding; {} for a model without experts, or that takes none.
+    """The keyword that tells routers which positions are padding; {} for a model that takes none.
 
     Megatron slices the mask under sequence parallelism on the first pipeline stage alone, so the other stages get a slice here.
     """
     is_padding = batch.is_padding
-    if config.num_moe_experts is None or is_padding is None or not takes_padding_mask(model):
+    if is_padding is None or not takes_padding_mask(model):
         return {}
     if config.sequence_parallel and not find_gpt_model(model).pre_process:
         is_padding = is_padding.chunk(tp_group.size(), 1)[tp_group.rank()].contiguous()
@@ -88,7 +88,7 @@ def padding_of_mtp(model: nn.Module, config: TransformerConfig, batch: ForwardIn
     mask. 0.18 has one, and shifts this rank's part of the mask as the tokens: the layer gets the unshifted one in its place.
     """
     layers = getattr(find_gpt_model(model), "mtp", None)
-    is_padding = None if layers is None or config.num_moe_experts is None else batch.is_padding
+    is_padding = batch.is_padding
     if layers is None or is_padding is None:
         yield
         return
@@ -120,6 +120,14 @@ def padding_of_mtp(model: nn.Module, config: TransformerConfig, batch: ForwardIn
             del vars(layer)[name]
 
 
+@contextmanager
+def routed(model: nn.Module, config: TransformerConfig, batch: ForwardInput, tp_group: Group) -> Iterator[dict[str, Tensor]]:
+    """Around a forward of a model with experts, or of a batch with routes: its routers have the routes and the padding of the
+    micro-batch. Gives the keywords of the forward. Raises what `replayed` raises."""
+    with replayed(model, config, batch, tp_group), padding_of_mtp(model, config, batch, tp_group):
+        yield padding_of(model, config, batch, tp_group)
+
+
 def router_losses(config: TransformerConfig) -> dict[str, float]:
     """The auxiliary losses that are on: name -> coefficient."""
     if config.num_moe_experts is None:
@@ -133,10 +141,8 @@ def router_losses(config: TransformerConfig) -> dict[str, float]:
 def prepare_routers(
     mode: str | None, model: nn.Module, config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups
 ) -> None:
-    """Call it before each forward of a training step. Raises ConfigError for losses that would be wrong in a micro-batch over a
-    context-parallel group that is not the model's."""
-    if config.num_moe_experts is None:
-        return
+    """Call it before each forward of a training step of a model with experts. Raises ConfigError for losses that would be wrong in
+    a micro-batch over a context-parallel group that is not the model's."""
     if config.moe_router_enable_expert_bias:
         _count_real_tokens(model)
     losses, is_exact = router_losses(config), mode == RouterAuxLoss.EXACT

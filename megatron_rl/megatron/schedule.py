@@ -69,12 +69,12 @@ def scale_for_schedule(
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
-    of_loss = {"calculate_per_token_loss": config.calculate_per_token_loss, "router_aux_loss": router_aux_loss}
-    problems = list(router_loss_problems(vars(config) | of_loss, Route.MEGATRON_LM))
-    if problems:
-        raise ConfigError(problems)
     num_tokens = _checked_count(num_local_tokens)
-    if not config.calculate_per_token_loss:
+    if config.calculate_per_token_loss:
+        problems = list(router_loss_problems(vars(config) | {"router_aux_loss": router_aux_loss}, Route.MEGATRON_LM))
+        if problems:
+            raise ConfigError(problems)
+    else:
         num_tokens = 1
     value = loss_part.detach().float()
     num_parts = groups.dp_cp.size() * num_microbatches

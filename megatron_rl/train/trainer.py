@@ -205,7 +205,8 @@ class PolicyTrainer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._forward_step.take_reports()  # drops reports of a step that raised
-        forget_recomputations(self.model)
+        if self._model_config.num_moe_experts is not None:
+            forget_recomputations(self.model)
         get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter(batches),
