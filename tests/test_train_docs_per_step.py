@@ -16,7 +16,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing import oracle
 from megatron_rl.testing.reference import DIVISOR, dense_samples
 from megatron_rl.train.collection import with_ref_log_probs
-from megatron_rl.train.document_steps import Deal, DocumentSteps, stream_of_rank
+from megatron_rl.train.document_steps import DocumentSteps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollouts import RolloutBatch
@@ -140,13 +140,13 @@ def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, t
     (first, *_), (second, *_), *of_last_stage = answers
     for (found, *_), steps in zip(of_last_stage, (first, second), strict=True):
         for (samples, *others), (expected, *of_first) in zip(found, steps, strict=True):
-            assert others == of_first and [sample.place for sample in samples] == [sample.place for sample in expected]
+            assert others == of_first and [place_of(sample) for sample in samples] == [place_of(sample) for sample in expected]
     assert [sizes for _, sizes, _ in first] != [sizes for _, sizes, _ in second]
     for (_, sizes, metrics), (_, other_sizes, other_metrics) in zip(first, second, strict=True):
         assert len(sizes) == len(other_sizes) and metrics == other_metrics
     assert second[-1][1] == [0] * len(second[-1][1]), "the last step is one rank's alone"
     together = [mine + others for (mine, _, _), (others, _, _) in zip(first, second, strict=True)]
-    assert sum(map(len, together)) == 17 and len({sample.place for samples in together for sample in samples}) == 17
+    assert sum(map(len, together)) == 17 and len({place_of(sample) for samples in together for sample in samples}) == 17
     [(metrics, truth)] = pool.run(whole_steps_on_rank, together, config, world_size=1)
     # Rounding of float32 in other orders, through four steps of Adam.
     assert shared.relative_difference(shared.whole([weights for _, weights, _ in answers]), shared.whole([truth])) < 1e-5
@@ -210,29 +210,34 @@ def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_
     assert f"ConfigError: the checkpoint is {dealt}: resume with the former" in error
 
 
+def place_of(sample) -> tuple[int, int]:
+    return sample.rollout_index, sample.index
+
+
 def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
     return [shared.make_batch(index, [[1] * size for size in sizes]) for index, sizes in enumerate(sizes_of_rollouts)]
 
 
 def test_prompt_groups_stay_whole_and_their_names_apart():
     """One prompt asked in two rollouts is two groups. A micro-batch of unset size is a group; no rollout's end cuts one."""
-    first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), Deal(2, 3), rank)) for rank in (0, 1))
-    assert [[sample.place for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
-    assert [[sample.place for sample in part] for part in second] == [[(0, 2), (0, 3)]]
+    deal = {"dp_size": 2, "micro_batch_size": 3}
+    first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), rank, **deal)) for rank in (0, 1))
+    assert [[place_of(sample) for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert [[place_of(sample) for sample in part] for part in second] == [[(0, 2), (0, 3)]]
     assert [sample.prompt_id for part in first for sample in part] == ["0/p0", "0/p0", "1/p0", "1/p0"]
-    stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), Deal(1, None), 0)
+    stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), 0, dp_size=1, micro_batch_size=None)
     assert [len(part) for part in stream] == [2, 3, 1, 2, 4]
 
 
 ROLLOUTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=5)
-DEALS = st.builds(Deal, st.integers(1, 4), st.none() | st.integers(1, 5))
+DEALS = st.fixed_dictionaries({"dp_size": st.integers(1, 4), "micro_batch_size": st.none() | st.integers(1, 5)})
 
 
 @given(sizes=ROLLOUTS, deal=DEALS)
 def test_the_streams_of_all_ranks_have_every_document_once_and_each_prompt_group_on_one_rank(sizes, deal):
     batches = numbered_batches(sizes)
-    streams = [[s for part in stream_of_rank(batches, deal, rank) for s in part] for rank in range(deal.dp_size)]
+    streams = [[s for part in stream_of_rank(batches, rank, **deal) for s in part] for rank in range(deal["dp_size"])]
     everything = sorted((index, number) for index, batch in enumerate(batches) for number in range(len(batch.samples)))
-    assert sorted(sample.place for stream in streams for sample in stream) == everything
+    assert sorted(place_of(sample) for stream in streams for sample in stream) == everything
     groups = [{sample.prompt_id for sample in stream} for stream in streams]
     assert len(set().union(*groups)) == sum(map(len, groups))

@@ -106,10 +106,10 @@ class StepAccumulator(Iterator[AccumulatedStep]):
 
     state: what state_dict() returned. The stream is read from its start up to that position.
 
-    Communication over dp: in the constructor one all-gather of settings; each round one all-reduce of five int64, with one more
+    Communication over dp: in the constructor one all-gather of settings; each round one all-reduce of three int64, with one more
     round where the streams end.
-    Raises, on all ranks of dp_group in the same step: DataError when a stream fails on one rank, and for a step that does not end.
-    The constructor raises ConfigError for settings that differ between ranks.
+    Raises, on all ranks of dp_group in the same step, DataError for a step that does not end; what a stream raises on its rank. The
+    constructor raises ConfigError for settings that differ between ranks.
     """
 
     def __init__(
@@ -162,22 +162,10 @@ class StepAccumulator(Iterator[AccumulatedStep]):
 
     def _round(self, *, takes: bool) -> tuple[_Counts, Sequence[Any]]:
         """The sum of the ranks' counts, and what this rank gives: a micro-batch, or nothing."""
-        own: Sequence[Any] | None = None
-        failure: Exception | None = None
-        mine = _Counts()
-        try:
-            own = self._take() if takes else None
-            mine = _Counts(0 if own is None else len(own), own is not None, self._is_inside)
-        except Exception as error:  # of the stream: the other ranks must not wait for this one
-            failure, mine = error, _Counts(failed=1, ranks=self._group.rank())
+        own = self._take() if takes else None
+        mine = _Counts(0 if own is None else len(own), own is not None, self._is_inside)
         payload = torch.tensor(mine, dtype=torch.int64, device=group_device(self._group))
-        counts = _Counts(*all_reduce_sum(payload, self._group).tolist())
-        if failure is not None:
-            raise DataError(f"the stream of this rank failed ({type(failure).__name__}: {failure})") from failure
-        if counts.failed:
-            who = f"data-parallel rank {counts.ranks}" if counts.failed == 1 else "more than one data-parallel rank"
-            raise DataError(f"the stream of {who} failed: its own message says why")
-        return counts, [] if own is None else own
+        return _Counts(*all_reduce_sum(payload, self._group).tolist()), [] if own is None else own
 
     def _take(self) -> Sequence[Any] | None:
         own, self._ready = self._next(), None
@@ -220,11 +208,9 @@ class StepAccumulator(Iterator[AccumulatedStep]):
 class _Counts(NamedTuple):
     """What a rank sends in each round. The ranks get the sum."""
 
-    documents: int = 0
-    microbatches: int = 0  # ranks that gave a micro-batch of their stream
-    inside: int = 0  # ranks inside a prompt group
-    failed: int = 0
-    ranks: int = 0  # sum of the indices of failed ranks: the index itself where there is one such rank
+    documents: int
+    microbatches: int  # ranks that gave a micro-batch of their stream
+    inside: int  # ranks inside a prompt group
 
 
 def _after(stream: Iterator[Sequence[Any]], position: int) -> Iterator[Sequence[Any]]:

@@ -117,14 +117,11 @@ def latest_checkpoint(directory: str | Path) -> Path:
         raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name another run")
     with pointer.open("rb") as file:
         name = file.read(200).decode(errors="backslashreplace").strip()
-    if not STEP_NAME.fullmatch(name):
+    if not STEP_NAME.fullmatch(name) or not (directory / name).is_dir():
         raise ConfigError(
             f"{pointer} holds '{printable(name)}': it must name a checkpoint beside it, as step_00000050; write the newest into it"
         )
-    checkpoint = directory / name
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
-    return checkpoint
+    return directory / name
 
 
 def remove_checkpoints(directory: str | Path) -> None:

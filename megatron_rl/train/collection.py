@@ -209,10 +209,7 @@ def _lack(name: str, trainer: PolicyTrainer, microbatches: Microbatches) -> bool
     A rank without samples has to measure where the others do: its experts take part in their forward.
     Communication: one all-reduce of a number over dp.
     """
-    return _on_any_rank(trainer, any(getattr(sample, name) is None for samples in microbatches for sample in samples))
-
-
-def _on_any_rank(trainer: PolicyTrainer, is_here: bool) -> bool:
+    is_here = any(getattr(sample, name) is None for samples in microbatches for sample in samples)
     dp = trainer.groups.dp
     return bool(all_reduce_max(torch.tensor([int(is_here)], device=group_device(dp)), dp))
 

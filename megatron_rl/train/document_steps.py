@@ -25,9 +25,6 @@ from megatron_rl.train.rollouts import AnySample, RolloutBatch, Sample, cut_at_r
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 
-# Of a sample's number in its rollout, which is below the samples of a rollout.
-NUMBER_BITS = 20
-
 
 class DocumentSteps:
     """Every rank makes one. Communication: StepAccumulator's for each rollout, or for the whole file."""
@@ -35,20 +32,19 @@ class DocumentSteps:
     def __init__(self, trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig):
         self._options, self._dp = options, trainer.groups.dp
         self._settings = AccumulationSettings.of(config, microbatch_multiple=microbatch_multiple(trainer.model.config))
-        self._deal = Deal(self._dp.size(), options.micro_batch_size)
         self._file_steps: StepAccumulator | None = None
         self._place: dict = {}
 
     def of_rollout(self, own: RolloutBatch) -> list[AccumulatedStep]:
         """The steps of a sampled rollout, of which this data-parallel rank holds whole prompt groups."""
-        stream = self._deal.cut_share(prompt_groups(own.samples))
+        stream = cut_share(prompt_groups(own.samples), self._options.micro_batch_size)
         return list(StepAccumulator(stream, self._settings, dp_group=self._dp))
 
     def of_file(self, rollouts: ReplayedRollouts, *, first_rollout: int, state: dict | None) -> Iterator[AccumulatedStep]:
         """The steps of a file. state: from state_dict(), under the same deal; None: the steps begin with first_rollout.
 
         Raises ConfigError for a state under another deal."""
-        deal = dataclasses.asdict(self._deal)
+        deal = {"dp_size": self._dp.size(), "micro_batch_size": self._options.micro_batch_size}
         self._place = {"deal": deal, "first_rollout": first_rollout} if state is None else state
         if (earlier := self._place["deal"]) != deal:
             raise ConfigError(
@@ -58,7 +54,7 @@ class DocumentSteps:
             )
         batches = itertools.islice(rollouts.from_start(), self._place["first_rollout"], self._options.num_rollouts)
         self._file_steps = StepAccumulator(
-            stream_of_rank(batches, self._deal, self._dp.rank()),
+            stream_of_rank(batches, self._dp.rank(), self._dp.size(), self._options.micro_batch_size),
             self._settings,
             dp_group=self._dp,
             state=self._place.get("accumulator"),
@@ -80,7 +76,7 @@ class DocumentSteps:
         rewards = math.fsum(rollout[0].reward for rollout in rollouts)
         lengths = sum(sample.response_length for sample in samples)
         pairs = [rewards, len(rollouts), lengths, len(samples), silent, len(groups)]
-        last = max((sample.place[0] for sample in samples), default=-1)
+        last = max((sample.rollout_index for sample in samples), default=-1)
         mine = torch.tensor([last, *pairs], dtype=torch.float64, device=group_device(self._dp))
         lasts, *columns = zip(*all_gather_stack(mine, self._dp).tolist(), strict=True)
         sums = [math.fsum(column) for column in columns]
@@ -88,54 +84,33 @@ class DocumentSteps:
         return means, int(max(lasts))
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Deals whole prompt groups to the data-parallel ranks in turn, and cuts each rank's share into micro-batches."""
-
-    dp_size: int
-    micro_batch_size: int | None
-    """None: a micro-batch is a prompt group."""
-
-    def cut(self, groups: Sequence[list[AnySample]], first_rank: int = 0) -> list[list[list[AnySample]]]:
-        """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
-        shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
-        return [self.cut_share(share) for share in shares]
-
-    def cut_share(self, groups: Sequence[list[AnySample]]) -> list[list[AnySample]]:
-        """The micro-batches of one rank's prompt groups."""
-        if self.micro_batch_size is None:
-            return list(groups)
-        return cut_at_rollouts(list(itertools.chain.from_iterable(groups)), self.micro_batch_size)
+def cut_share(groups: Sequence[list[AnySample]], micro_batch_size: int | None) -> list[list[AnySample]]:
+    """The micro-batches of one rank's prompt groups. None: each group is one."""
+    return list(groups) if micro_batch_size is None else cut_at_rollouts([*itertools.chain(*groups)], micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedSample(Sample):
     """A sample that knows its rollout. Its ids hold the rollout, because a step may hold several rollouts."""
 
-    place: tuple[int, int]
-    """(rollout, number of the sample in it)."""
-
-    @property
-    def number(self) -> int:
-        rollout, sample = self.place
-        return (rollout << NUMBER_BITS) | sample
+    rollout_index: int
 
     @classmethod
-    def all_of(cls, batch: RolloutBatch) -> list[StreamedSample]:
-        names, index = [field.name for field in dataclasses.fields(Sample)], batch.rollout_index
-        found = []
-        for number, sample in enumerate(batch.samples):
-            values = {name: getattr(sample, name) for name in names} | {"prompt_id": f"{index}/{sample.prompt_id}"}
-            if sample.rollout_id is not None:
-                values["rollout_id"] = f"{index}/{sample.rollout_id}"
-            found.append(cls(**values, place=(index, number)))
-        return found
+    def of(cls, sample: Sample, rollout_index: int) -> StreamedSample:
+        values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
+        values["prompt_id"] = f"{rollout_index}/{sample.prompt_id}"
+        if sample.rollout_id is not None:
+            values["rollout_id"] = f"{rollout_index}/{sample.rollout_id}"
+        return cls(**values, rollout_index=rollout_index)
 
 
-def stream_of_rank(batches: Iterable[RolloutBatch], deal: Deal, rank: int) -> Iterator[list[StreamedSample]]:
-    """One rank's micro-batches. Each rollout is cut by itself, so no cut depends on where a file ends."""
+def stream_of_rank(
+    batches: Iterable[RolloutBatch], rank: int, dp_size: int, micro_batch_size: int | None
+) -> Iterator[list[StreamedSample]]:
+    """One rank's micro-batches. The prompt groups of all rollouts are dealt to the data-parallel ranks in turn. Each rollout is cut
+    by itself, so no cut depends on where a file ends."""
     num_groups = 0
     for batch in batches:
-        groups = prompt_groups(StreamedSample.all_of(batch))
-        yield from deal.cut(groups, num_groups % deal.dp_size)[rank]
+        groups = prompt_groups([StreamedSample.of(sample, batch.rollout_index) for sample in batch.samples])
+        yield from cut_share(groups[(rank - num_groups) % dp_size :: dp_size], micro_batch_size)
         num_groups += len(groups)

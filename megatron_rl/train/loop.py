@@ -35,7 +35,7 @@ from megatron_rl.train.document_steps import DocumentSteps
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, ROLLOUTS_BETWEEN_SAMPLES, SAMPLES_FILE, TrainOptions, settings_of
 from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollout_files import record_of, save_rollouts
+from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import (
     Microbatches,
     Sample,
@@ -109,7 +109,7 @@ class TrainStep:
     microbatches: Microbatches
     rollout: int
     """The last rollout that it has samples of."""
-    of_rollout: dict[str, float]
+    rollout_metrics: dict[str, float]
     """The metrics of that rollout, or of the samples in the step."""
     may_be_last: bool
     """Whether the run may stop, or save a checkpoint, behind it."""
@@ -128,7 +128,7 @@ class TrainingRun:
         *,
         evaluation: Evaluation | None = None,
     ):
-        self._documents: DocumentSteps | None = None
+        self._documents = None if config.docs_per_step is None else DocumentSteps(trainer, options, config)
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
         self._start, self._progress = start, start.progress
@@ -141,16 +141,14 @@ class TrainingRun:
     def run(self) -> Outcome:
         """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
-        is_static = self._config.docs_per_step is None
         total = None  # a file may end before, and documents make as many steps as they make
-        if is_static and not options.rollouts and options.num_rollouts is not None:
+        if self._documents is None and not options.rollouts and options.num_rollouts is not None:
             total = options.num_rollouts * options.steps_per_rollout
         with (
             StopSignals() as signals,
             self._make_writer() if self._is_first_rank else contextlib.nullcontext() as self._writer,
             make_bar(total, self._progress.num_steps, is_shown=self._is_first_rank) as self._bar,
         ):
-            self._documents = None if is_static else DocumentSteps(self._trainer, options, self._config)
             stop = StopRule(signals, options.target_reward, self._start.recent_rewards)
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
@@ -167,10 +165,10 @@ class TrainingRun:
         for step in steps:
             metrics = self._step(step)
             if metrics is not None:
-                self._record(metrics, step.rollout, step.of_rollout, began)
+                self._record(metrics, step.rollout, step.rollout_metrics, began)
             if step.may_be_last:
                 rollouts_before, progress.num_rollouts = progress.num_rollouts, step.rollout + 1
-                if stop.should_stop(step.of_rollout[REWARD]):
+                if stop.should_stop(step.rollout_metrics[REWARD]):
                     return stop.reason or ""
                 if progress.num_rollouts // save_interval > rollouts_before // save_interval:
                     self._save(stop)
@@ -193,20 +191,20 @@ class TrainingRun:
                     print(lines, file=file)
             headers = rollout.headers
             length = sum(sample.response_length for sample in headers) / len(headers)
-            of_rollout = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
+            rollout_metrics = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
             if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
-                of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
+                rollout_metrics |= self._evaluation.measure()  # of the policy that sampled this rollout
             steps = self._cut(rollout)
             for number, microbatches in enumerate(steps, 1):
-                yield TrainStep(microbatches, rollout.own.rollout_index, of_rollout, may_be_last=number == len(steps))
+                yield TrainStep(microbatches, rollout.own.rollout_index, rollout_metrics, may_be_last=number == len(steps))
 
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
         num_rollouts = self._progress.num_rollouts
         for step in documents.of_file(rollouts, first_rollout=num_rollouts, state=self._start.stream_state):
-            of_step, last_rollout = documents.rollout_metrics(step)
+            rollout_metrics, last_rollout = documents.rollout_metrics(step)
             num_rollouts = max(num_rollouts, last_rollout + 1)
-            yield TrainStep(step.microbatches, num_rollouts - 1, of_step, may_be_last=True)
+            yield TrainStep(step.microbatches, num_rollouts - 1, rollout_metrics, may_be_last=True)
 
     def _cut(self, rollout: SharedRollout) -> list[Microbatches]:
         """This rank's micro-batches of each optimiser step on the rollout.
@@ -228,9 +226,9 @@ class TrainingRun:
         else:
             steps = [step.microbatches for step in self._documents.of_rollout(own)]
         unmeasured = [] if self._measures_first_steps else steps[:1]
-        steps = [*unmeasured, *(with_old_log_probs(self._trainer, of_step) for of_step in steps[len(unmeasured) :])]
+        steps = [*unmeasured, *(with_old_log_probs(self._trainer, step) for step in steps[len(unmeasured) :])]
         if options.save_rollouts:
-            samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
+            samples = [sample for step in steps for part in step for sample in part]
             self._save_rollout(rollout, samples, options.save_rollouts)
         return steps
 
@@ -238,14 +236,12 @@ class TrainingRun:
         """The first rank writes the samples of all data-parallel ranks, in the rollout's order. Communication: on_all_ranks'."""
         groups = self._trainer.groups
         is_given = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
-        own = dataclasses.replace(rollout.own, samples=samples if is_given else [])
-        records = [record for of_rank in on_all_ranks(lambda: record_of(own)["samples"]) for record in of_rank]
+        sample_of = {sample.index: sample for share in on_all_ranks(lambda: samples if is_given else []) for sample in share}
+        whole = [sample_of[header.index] for header in rollout.headers]
 
         def write() -> None:
-            of_index = {record["index"]: Sample(**record) for record in records}
-            whole = [of_index[header.index] for header in rollout.headers]
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
-                save_rollouts(path, dataclasses.replace(own, samples=whole))
+                save_rollouts(path, dataclasses.replace(rollout.own, samples=whole))
 
         on_first_rank(write)
 
@@ -274,10 +270,10 @@ class TrainingRun:
                 logger.warning(f"rollout {step.rollout}: a step is skipped ({number}): {error}")
             return None
 
-    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float) -> None:
+    def _record(self, metrics: dict[str, float], rollout: int, rollout_metrics: dict[str, float], began: float) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""
         progress, seconds = self._progress, time.monotonic() - began
-        progress.last_reward = of_rollout[REWARD]
+        progress.last_reward = rollout_metrics[REWARD]
         progress.first_reward = progress.last_reward if progress.first_reward is None else progress.first_reward
         progress.num_steps += 1
         progress.samples_seen += int(metrics["num_samples"])
@@ -285,7 +281,7 @@ class TrainingRun:
         progress.tokens_seen += int(metrics["num_tokens"])
         row = {
             "rollout": rollout,
-            **of_rollout,
+            **rollout_metrics,
             **metrics,
             "num_documents": metrics["num_samples"],
             "documents_seen": progress.samples_seen,

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import (
-    NO_CORRECTION,
-    SupportUse,
-)
+from megatron_rl.config import NO_CORRECTION, SupportUse
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.hf_weights import read_hf_model, save_hf_problem
@@ -157,8 +154,8 @@ def check_kept_ids(options: TrainLaunch) -> Iterator[str]:
 def check_one_step(options: TrainLaunch) -> Iterator[str]:
     """Where each sampled rollout is one optimiser step, the policy in training is still the one that sampled."""
     settings = options.settings
-    docs, of_prompt = settings["docs_per_step"], settings["samples_per_prompt"]
-    is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
+    docs, group_size = settings["docs_per_step"], settings["samples_per_prompt"]
+    is_whole = docs is None or (isinstance(group_size, int) and docs == options.prompts_per_rollout * group_size)
     if options.rollouts is not None or options.steps_per_rollout != 1 or not is_whole:
         return
     if settings["off_policy_sequence_delta"] is not None:

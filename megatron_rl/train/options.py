@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_rl.config import (
-    AdvantageNormalization,
-    PolicyLossConfig,
-    RouterAuxLoss,
-    RouterReplay,
-    flag_fields,
-)
+from megatron_rl.config import AdvantageNormalization, PolicyLossConfig, RouterAuxLoss, RouterReplay, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.tasks import BUILT_IN_TASKS
 from megatron_rl.validation import flag_of

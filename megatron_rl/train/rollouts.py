@@ -78,11 +78,6 @@ class Sample:
     rollout_id: str | int | None = None
     """Equal for the samples of one rollout, as its turns or agents; they share prompt_id and reward. None: it is a rollout."""
 
-    @property
-    def number(self) -> int:
-        """Its own in the step, on each layout the same."""
-        return self.index
-
     def __post_init__(self) -> None:
         for name, dtype in TENSORS.items():
             values = getattr(self, name)
@@ -238,10 +233,10 @@ def partition(samples: Sequence[SampleHeader], dp_rank: int, micro_batch_size: i
     samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups. The samples of one
     rollout stay in one micro-batch where they are on one rank.
     """
-    of_ranks: dict[int, list[SampleHeader]] = {dp_rank: []}
+    shares: dict[int, list[SampleHeader]] = {dp_rank: []}
     for sample in samples:
-        of_ranks.setdefault(sample.dp_rank, []).append(sample)
+        shares.setdefault(sample.dp_rank, []).append(sample)
     size = len(samples) if micro_batch_size is None else micro_batch_size
-    parts = {rank: cut_at_rollouts(mine, size) for rank, mine in of_ranks.items()}
+    parts = {rank: cut_at_rollouts(share, size) for rank, share in shares.items()}
     most = max(map(len, parts.values()))
     return [*parts[dp_rank], *([] for _ in range(most - len(parts[dp_rank])))]

@@ -135,23 +135,20 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     if options.num_experts is not None:
         sizes["EP"] = options.expert_model_parallel_size
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    kinds = [name for name, is_on in {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}.items() if is_on]
-    head = f", {' '.join(kinds)} head" if kinds else ""
     settings = trainer.settings
     kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
-    experts = f" with {options.num_experts} experts" if options.num_experts else ""
     dtype = "bfloat16" if settings.bf16 else "float32"
     samples = f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
     samples = "recorded rollouts" if options.rollouts else samples
     if config.docs_per_step is not None:
         samples += f", {config.docs_per_step} documents a step or more"
-    elif not options.rollouts:
+    else:
         samples += f", {options.steps_per_rollout} steps a rollout"
     if options.top_p < 1.0:
         samples += f", top-p {options.top_p:g}: log-probabilities over the kept ids"
     print(
-        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | "
-        f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g} | {samples} | "
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)} | "
+        f"{kind} of {settings.num_layers} layers x {settings.hidden_size}, {dtype}, lr {options.lr:g} | {samples} | "
         f"{layout}, {trainer.device.type} | "
         f"megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,

@@ -26,13 +26,7 @@ from megatron_rl.megatron.model import build_gpt_model, has_transformer_engine, 
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.routing import RouteRecorder, forget_recomputations, replay_problems
-from megatron_rl.megatron.samples import (
-    PolicySample,
-    UnweightedSample,
-    count_routed_tokens,
-    unweighted,
-    weigh_samples,
-)
+from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.train import checkpoints
@@ -190,10 +184,10 @@ class PolicyTrainer:
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        samples = [sample for of_one in microbatches for sample in of_one]
+        samples = [sample for part in microbatches for sample in part]
         weighted, totals = weigh_samples(self.config, samples, self.groups)
         in_order = iter(weighted)
-        parts = [[next(in_order) for _ in of_one] for of_one in microbatches]
+        parts = [[next(in_order) for _ in part] for part in microbatches]
         context = StepContext(
             totals=totals,
             num_microbatches=len(parts),
@@ -249,8 +243,8 @@ class PolicyTrainer:
         assert steps_done is not None, "a schedule of the learning rate needs policy_version"
         self._schedule.num_steps = steps_done + 1
         self._schedule.step(0)
-        rates: float = self.optimizer.param_groups[0]["lr"]
-        return rates
+        rate: float = self.optimizer.param_groups[0]["lr"]
+        return rate
 
     def save(self, directory: str | Path, step: int, counters: dict[str, Any]) -> Path:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
@@ -306,27 +300,14 @@ class PolicyTrainer:
     def _batches(self, parts: Sequence[Sequence[PolicySample]], context: StepContext) -> list[PolicyBatch]:
         """The batches. All micro-batches have equal shapes, as a pipeline needs."""
         lengths = [[sample.tokens.shape[0] for sample in samples] for samples in parts]
-        cp_group, device = self.groups.cp, self.device
+        shared: dict[str, Any] = {"cp_group": self.groups.cp, "device": self.device}
         if self.settings.packed:
             padded = [sum(padded_length(length, self.groups.cp.size()) for length in row) for row in lengths]
-            row_length = self._row_length([*padded, 1])
-            return [
-                make_packed_batch(
-                    samples,
-                    context,
-                    row_length=row_length,
-                    cp_group=cp_group,
-                    device=device,
-                    bounds_on_host=self._bounds_on_host,
-                )
-                for samples in parts
-            ]
-        row_length = self._row_length([length for row in lengths for length in row] or [1])
+            shared |= {"row_length": self._row_length([*padded, 1]), "bounds_on_host": self._bounds_on_host}
+            return [make_packed_batch(samples, context, **shared) for samples in parts]
+        shared |= {"row_length": self._row_length([length for row in lengths for length in row] or [1])}
         num_rows = max(len(samples) for samples in parts)
-        return [
-            make_padded_batch(part, context, num_rows=num_rows, row_length=row_length, cp_group=cp_group, device=device)
-            for part in parts
-        ]
+        return [make_padded_batch(samples, context, num_rows=num_rows, **shared) for samples in parts]
 
     def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
         metrics = self._loss_metrics(reports)
