@@ -200,7 +200,7 @@ def _assemble(
     is_whole = places.numel() == sum(sizes)  # in order, because cp_size is 1
     local = rows if is_whole else {name: values[places.flatten()] for name, values in rows.items()}
 
-    def of_samples(name: str, dtype: torch.dtype) -> Tensor:
+    def sample_values(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype)
 
     def there(values: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def _assemble(
 
     host = HostCopies(
         loss_mask=local["loss_mask"],
-        advantages=of_samples("advantage", torch.float32),
+        advantages=sample_values("advantage", torch.float32),
         cu_seqlens=local_bounds.to(torch.int32),
         sampling_support=None if "set" not in local else _kept_sets(samples).take(local["set"]),
     )
@@ -235,9 +235,9 @@ def _assemble(
         advantages=there(host.advantages),
         staleness=None if staleness is None else there(staleness),
         cu_seqlens=there(host.cu_seqlens),
-        token_weights=there(of_samples("token_weight", torch.float32)),
-        regularizer_weights=there(of_samples("regularizer_weight", torch.float32)),
-        token_counts=there(of_samples("token_count", torch.int64)),
+        token_weights=there(sample_values("token_weight", torch.float32)),
+        regularizer_weights=there(sample_values("regularizer_weight", torch.float32)),
+        token_counts=there(sample_values("token_count", torch.int64)),
         further=further,
         host=host,
         context=context,
@@ -258,8 +258,8 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
                 f"sample {index} has {total} tokens, {response} of them response, in a row of {size}: a prompt and a response of "
                 "at least one token each must fit"
             )
-    num_positions, of_document = sum(sizes), torch.tensor(sizes)
-    starts = of_document.cumsum(0) - of_document
+    num_positions, document_sizes = sum(sizes), torch.tensor(sizes)
+    starts = document_sizes.cumsum(0) - document_sizes
     at_tokens = _runs(starts[: len(samples)], torch.tensor(lengths, dtype=torch.int64))
     # The logits of the position before a response token give it.
     before_responses = (
@@ -275,7 +275,7 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
 
     rows = {
         "tokens": placed(0, at_tokens, tokens),
-        "positions": torch.arange(num_positions) - starts.repeat_interleave(of_document),
+        "positions": torch.arange(num_positions) - starts.repeat_interleave(document_sizes),
         "is_padding": placed(True, at_tokens, torch.zeros_like(is_last)),
         "labels": placed(0, at_tokens[~is_last], tokens[1:][~is_last[:-1]]),
         "loss_mask": placed(False, predicting, _joined([sample.loss_mask for sample in samples], torch.bool)),
@@ -305,8 +305,8 @@ def _further_rows(
     num_layers: int,
 ) -> dict[str, Tensor]:  # [T, num_layers] each
     """What stands k positions later in the same document, for k = 1 ... num_layers; past its end 0 and False."""
-    of_document = torch.tensor(sizes)
-    ends = of_document.cumsum(0).repeat_interleave(of_document)
+    document_sizes = torch.tensor(sizes)
+    ends = document_sizes.cumsum(0).repeat_interleave(document_sizes)
     later = torch.arange(len(labels))[:, None] + torch.arange(1, num_layers + 1)
     is_inside = later < ends[:, None]
     later = torch.where(is_inside, later, 0)

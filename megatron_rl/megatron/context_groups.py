@@ -74,8 +74,8 @@ def _layer_problems(bare: nn.Module, layers: Sequence[Any]) -> Iterator[str]:
         yield "its state-space layers exchange over the model's group alone"
     from megatron.core.extensions import transformer_engine
 
-    of_engine = getattr(transformer_engine, "TEDotProductAttention", None)
-    takes_group = (PackedAttention, of_engine) if isinstance(of_engine, type) else PackedAttention
+    engine_attention = getattr(transformer_engine, "TEDotProductAttention", None)
+    takes_group = (PackedAttention, engine_attention) if isinstance(engine_attention, type) else PackedAttention
     kinds = {type(layer.core_attention).__name__ for layer in layers if not isinstance(layer.core_attention, takes_group)}
     if kinds:
         yield f"{', '.join(sorted(kinds))} does not read the group in packed_seq_params"
@@ -124,7 +124,7 @@ def hybrid_data(
 
         batches = iter(batches of this rank, in the order of the rounds)
         forward_step_func=lambda _, model: policy_forward_step(batches, model)
-        data_iterator=hybrid_data([[batch.cp_group for batch in of_round] for of_round in rounds], groups.dp_cp)
+        data_iterator=hybrid_data([[batch.cp_group for batch in round_groups] for round_groups in rounds], groups.dp_cp)
 
     As Megatron-Core's HybridCPDataLoaderWrapper it gives samples by number, and their numbers by round and dp-cp rank. Of the other
     ranks only this rank's samples are known, and the schedule reads no more. No communication.
@@ -135,18 +135,18 @@ def hybrid_data(
             "the last of the rounds has no micro-batch on this rank, and the schedule reduces gradients in its last backward: make "
             "one without samples"
         )
-    numbers, of_rounds = count(), []
+    numbers, rounds_of_ranks = count(), []
     samples: dict[int, dict[str, Any]] = {}
     places = {rank: place for place, rank in enumerate(_ranks(dp_cp_group))}
-    for of_round in rounds:
-        of_ranks: list[list[int]] = [[] for _ in places]
-        for group in of_round:
+    for round_groups in rounds:
+        numbers_of_ranks: list[list[int]] = [[] for _ in places]
+        for group in round_groups:
             number = next(numbers)
             samples[number] = {}
             for rank in _ranks(group):
-                of_ranks[places[rank]].append(number)
-        of_rounds.append(of_ranks)
-    return iter([(samples, of_rounds)])
+                numbers_of_ranks[places[rank]].append(number)
+        rounds_of_ranks.append(numbers_of_ranks)
+    return iter([(samples, rounds_of_ranks)])
 
 
 def _ranks(group: Group) -> list[int]:

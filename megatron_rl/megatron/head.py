@@ -176,8 +176,8 @@ def _with_logits(
             rows = HeadInputs(_rows_at(inputs, positions, tp_group)[None], inputs.weight, False)
             with _given_whole_rows(layer):
                 return logits_of_part(rows)
-        main, *of_layers = parts_of(inputs)
-        further.extend(logits_of_part(part).transpose(0, 1) for part in of_layers)
+        main, *layer_rows = parts_of(inputs)
+        further.extend(logits_of_part(part).transpose(0, 1) for part in layer_rows)
         return logits_of_part(main)
 
     def logits_of_part(inputs: HeadInputs) -> Tensor:

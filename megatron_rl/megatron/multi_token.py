@@ -78,23 +78,23 @@ def multi_token_loss(
     }
     on_host = torch.ones(1), torch.tensor([0, num_tokens], dtype=torch.int32)  # advantage, bounds
     factor, outputs = model_config.mtp_loss_scaling_factor, []
-    for of_layer, counted, labels, mask, host_mask in zip(
+    for layer_rows, counted, labels, mask, host_mask in zip(
         rows, batch.context.num_further_tokens or (), tokens.labels, tokens.loss_mask, tokens.host_loss_mask, strict=True
     ):
         weights = torch.tensor([further_token_weight(counted, num_layers=len(rows), factor=factor)])
         weights = weights.to(labels.device, non_blocking=True)
-        if isinstance(of_layer, Tensor):
+        if isinstance(layer_rows, Tensor):
             advantages, bounds = (there.to(labels.device, non_blocking=True) for there in on_host)
-            given = (of_layer.flatten(0, 1), labels, None, advantages, mask, bounds, weights)
+            given = (layer_rows.flatten(0, 1), labels, None, advantages, mask, bounds, weights)
             outputs.append(policy_loss("reinforce", *given, inplace=True, loss_scale=loss_scale, **options))
             continue
-        hidden, is_sequence_parallel = rows_of(of_layer, groups.tp)
+        hidden, is_sequence_parallel = rows_of(layer_rows, groups.tp)
         advantages, bounds = on_host
         outputs.append(
             linear_policy_loss(
                 "reinforce",
                 hidden,
-                of_layer.weight,
+                layer_rows.weight,
                 labels,
                 None,
                 advantages,

@@ -171,13 +171,13 @@ def _divide_by_a_token() -> None:
     """Megatron's losses of a micro-batch of padding alone, which a rank without samples has, are 0 and no longer 0 / 0."""
     from megatron.core.transformer.moe import router
 
-    of_megatron = getattr(router, "get_tokens_per_expert_and_token_count", None)
-    if of_megatron is None:  # a release that counts otherwise
+    own_counts = getattr(router, "get_tokens_per_expert_and_token_count", None)
+    if own_counts is None:  # a release that counts otherwise
         return
 
     def counts(*args: Any, **named: Any) -> tuple[Tensor, Any, Any]:
-        per_expert, of_rank, of_all = of_megatron(*args, **named)
-        return per_expert, of_rank, of_all.clamp(min=1) if isinstance(of_all, Tensor) else of_all
+        per_expert, rank_total, total = own_counts(*args, **named)
+        return per_expert, rank_total, total.clamp(min=1) if isinstance(total, Tensor) else total
 
     vars(router)["get_tokens_per_expert_and_token_count"] = counts
 
@@ -189,8 +189,8 @@ def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGrou
     num_parts = context.num_microbatches * groups.dp.size()
     per_token = config.calculate_per_token_loss
     factor = context.totals.num_tokens / num_parts if per_token else 1.0
-    of_schedule = 1.0 if per_token else groups.cp.size() / context.num_microbatches
-    return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor, of_schedule)
+    schedule_factor = 1.0 if per_token else groups.cp.size() / context.num_microbatches
+    return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor, schedule_factor)
 
 
 def _z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

@@ -219,8 +219,8 @@ def count_further_tokens(
         prompt_length = len(sample.tokens) - len(mask)
         for k in range(1, num_layers + 1):
             counts[k - 1] += int(mask[max(0, k + 1 - prompt_length) :].sum())
-    of_all = all_reduce_sum(torch.tensor(counts, device=group_device(groups.dp)), groups.dp)
-    return tuple(of_all.tolist())
+    totals = all_reduce_sum(torch.tensor(counts, device=group_device(groups.dp)), groups.dp)
+    return tuple(totals.tolist())
 
 
 def expert_layers(config: TransformerConfig) -> list[int]:

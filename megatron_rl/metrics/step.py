@@ -69,14 +69,14 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
     if known["num_tokens"] == 0:
         return {}
     metrics = _finished(METRICS, known, statistics.has_entropy)
-    of_ratios = (known["ratio_new_old_sum"], known["ratio_new_old_squared_sum"], known["num_ratios"])
-    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE}"] = _effective_sample_size(*of_ratios)
+    ratio_sums = (known["ratio_new_old_sum"], known["ratio_new_old_squared_sum"], known["num_ratios"])
+    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE}"] = _effective_sample_size(*ratio_sums)
     if statistics.correction is not None:
         known = dict(zip(CORRECTION_STATISTICS, statistics.correction.tolist(), strict=True))
         metrics |= _finished(CORRECTION_METRICS, known, statistics.has_entropy)
         if known["num_corrected_tokens"]:
-            of_weights = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
-            metrics[f"policy/{CORRECTION_SAMPLE_SIZE}"] = _effective_sample_size(*of_weights)
+            factor_sums = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
+            metrics[f"policy/{CORRECTION_SAMPLE_SIZE}"] = _effective_sample_size(*factor_sums)
     for rows, found in ((ROLLOUT_METRICS, statistics.rollout), (SUPPORT_METRICS, statistics.support)):
         if found is not None:
             known = dict(zip((row.name for row in rows), found.tolist(), strict=True))

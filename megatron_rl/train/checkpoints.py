@@ -152,9 +152,9 @@ def load_checkpoint(
         _check_description(checkpoint, saved, description)
         _give_adam_a_state(optimizer)
         model_state = model.module.sharded_state_dict()
-        of_optimizer = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=OPTIMIZER_FORMAT)
+        optimizer_state = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=OPTIMIZER_FORMAT)
         with _readable(checkpoint):
-            loaded = dist_checkpointing.load({"model": model_state, "optimizer": of_optimizer}, str(checkpoint))
+            loaded = dist_checkpointing.load({"model": model_state, "optimizer": optimizer_state}, str(checkpoint))
     model.module.load_state_dict(loaded["model"])
     _load_optimizer(optimizer, loaded["optimizer"])
     counters: dict[str, Any] = saved["counters"]
@@ -164,7 +164,7 @@ def load_checkpoint(
 def _checksums(checkpoint: Path) -> dict[str, str]:
     """name -> SHA-256 of all files but CHECKSUMS. Each rank reads a share. Communication: as on_all_ranks."""
 
-    def of_share() -> dict[str, str]:
+    def digests_of_share() -> dict[str, str]:
         names = sorted(path.name for path in checkpoint.iterdir() if path.is_file() and path.name != CHECKSUMS)
         digests = {}
         for name in names[dist.get_rank() :: dist.get_world_size()]:
@@ -172,7 +172,7 @@ def _checksums(checkpoint: Path) -> dict[str, str]:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
         return digests
 
-    return {name: digest for share in on_all_ranks(of_share) for name, digest in share.items()}
+    return {name: digest for share in on_all_ranks(digests_of_share) for name, digest in share.items()}
 
 
 def _check_files(checkpoint: Path) -> None:
@@ -328,12 +328,12 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     if not parts:
         optimizer.load_state_dict(state)
         return
-    of_chain = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
-    for part, of_part in zip(parts, of_chain or [state], strict=True):
-        parameters = of_part.pop("param_state")
-        part.load_state_dict(of_part)
+    chain_states = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+    for part, part_state in zip(parts, chain_states or [state], strict=True):
+        parameters = part_state.pop("param_state")
+        part.load_state_dict(part_state)
         states = part.optimizer.state.values()
-        step_counts = [of_parameter.pop("step") for of_parameter in states]
+        step_counts = [parameter_state.pop("step") for parameter_state in states]
         part.load_parameter_state_from_fully_reshardable(parameters)
-        for of_parameter, step_count in zip(states, step_counts, strict=True):
-            of_parameter["step"] = step_count.clone()
+        for parameter_state, step_count in zip(states, step_counts, strict=True):
+            parameter_state["step"] = step_count.clone()

@@ -76,15 +76,15 @@ class SampledRollouts:
         num_prompts, dp, seed = self._options.prompts_per_rollout, self._trainer.groups.dp, self._options.seed
         first = rollout_index * num_prompts
         prompts = [self._task.make_prompt(first + index, self._options.seed) for index in range(num_prompts)]
-        of_sample = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
-        mine = [index for index in range(len(of_sample)) if self._dp_rank_of(index) == dp.rank()]
+        sample_prompts = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
+        mine = [index for index in range(len(sample_prompts)) if self._dp_rank_of(index) == dp.rank()]
         recorder = self._trainer.route_recorder() if self._records_routes else None
         kept = KeptTokens(len(mine)) if self._options.top_p < 1.0 else None
-        own_prompts, noise = [of_sample[index].tokens for index in mine], partial(gumbel_noise, seed, rollout_index)
+        own_prompts, noise = [sample_prompts[index].tokens for index in mine], partial(gumbel_noise, seed, rollout_index)
         responses = self._trainer.sample(own_prompts, mine, self._settings, noise, recorder, kept)
-        share = [(index, of_sample[index], response) for index, response in zip(mine, responses, strict=True)]
+        share = [(index, sample_prompts[index], response) for index, response in zip(mine, responses, strict=True)]
         rewarded = sorted(itertools.chain.from_iterable(on_all_ranks(partial(self._rewards_of, share))))
-        rewards, names = [reward for _, reward, _ in rewarded], [prompt.prompt_id for prompt in of_sample]
+        rewards, names = [reward for _, reward, _ in rewarded], [prompt.prompt_id for prompt in sample_prompts]
         advantages = group_advantages(rewards, names, self._options.advantage_normalization)
         headers = [
             SampleHeader(

@@ -120,8 +120,8 @@ class Sampler:
             if step == 0 and self.recorder is None and can_cache(self.model):
                 capacity = max(map(len, sequences.values())) + self.settings.max_new_tokens
                 cache = KeyValueCache(self.model, len(rows), capacity)
-            of_rows = [sequences[row] for row in rows], [sample_ids[row] for row in rows]
-            tokens, kept = self._next_tokens(*of_rows, cache, is_first=step == 0)
+            given_rows = [sequences[row] for row in rows], [sample_ids[row] for row in rows]
+            tokens, kept = self._next_tokens(*given_rows, cache, is_first=step == 0)
             if self.kept is not None and kept is not None:
                 self.kept.add(rows, *kept)
             for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
@@ -214,17 +214,17 @@ class Sampler:
         cp, pp, is_filtered = self.groups.cp, self.groups.pp, self.settings.top_p < 1.0
         values = torch.zeros(4 if is_filtered else 1, count, dtype=torch.float64, device=self.device)
         values = broadcast_from_last(values if chosen is None else all_reduce_sum(chosen[0], cp).contiguous(), pp)
-        tokens, *of_sets = values.tolist()
+        tokens, *set_rows = values.tolist()
         if not is_filtered:
             return [int(token) for token in tokens], None
-        sizes = [int(size) for size in of_sets[0]]
+        sizes = [int(size) for size in set_rows[0]]
         ids = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
         if chosen is not None and chosen[1] is not None:
             rows, columns = chosen[1].nonzero().unbind(-1)
-            starts, own = (of_rows.cumsum(0) - of_rows for of_rows in (values[1].long(), chosen[1].sum(-1)))
+            starts, own = (given_rows.cumsum(0) - given_rows for given_rows in (values[1].long(), chosen[1].sum(-1)))
             ids[torch.arange(len(rows), device=self.device) + (starts - own)[rows]] = columns.int()
             ids = all_reduce_sum(ids, cp)
-        return [int(token) for token in tokens], (broadcast_from_last(ids, pp).cpu(), sizes, *of_sets[1:])
+        return [int(token) for token in tokens], (broadcast_from_last(ids, pp).cpu(), sizes, *set_rows[1:])
 
 
 @dataclass(frozen=True, slots=True)

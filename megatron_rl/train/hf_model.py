@@ -166,8 +166,8 @@ def _not_computed(fields: Fields, traits: Architecture) -> Iterator[str]:
 def _rotary(fields: Fields) -> Rotary:
     """transformers 5 has all in rope_parameters; before, the base stood at the top and the scaling in rope_scaling."""
     settings: dict[str, Any] = {}
-    of_top = {"rope_theta": fields.content.get("rope_theta")}
-    for given in (of_top, fields.table("rope_scaling").content, fields.table("rope_parameters").content):
+    top_level = {"rope_theta": fields.content.get("rope_theta")}
+    for given in (top_level, fields.table("rope_scaling").content, fields.table("rope_parameters").content):
         for name, value in given.items():
             if value is not None and settings.setdefault(name, value) != value:
                 raise ConfigError(f"{fields.place}: {name}={settings[name]!r} and {name}={value!r}: remove the wrong one")

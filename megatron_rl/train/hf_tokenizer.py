@@ -36,9 +36,9 @@ class HFTokenizer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def end_tokens_of(folder: Path, of_tokenizer: int | None) -> tuple[int, ...]:
+def end_tokens_of(folder: Path, tokenizer_end: int | None) -> tuple[int, ...]:
     """The tokenizer's, and those of generation_config.json, which may be several."""
     path = folder / "generation_config.json"
     given = Fields.of_file(path, "no folder of a model").content.get("eos_token_id") if path.exists() else None
-    tokens = [of_tokenizer, *(given if isinstance(given, list) else [given])]
+    tokens = [tokenizer_end, *(given if isinstance(given, list) else [given])]
     return tuple(sorted({token for token in tokens if token is not None}))

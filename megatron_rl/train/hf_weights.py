@@ -158,9 +158,9 @@ def check_tensors(model: HFModel, tensors: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def load_weights(model: HFModel, gpt: Any) -> None:
     """Fills this rank's parameters, in their own dtype. Padded rows of the vocabulary become 0. Communication: none."""
-    of_parameters, tensors = sources(model), tensors_in(model.folder)
+    parameter_sources, tensors = sources(model), tensors_in(model.folder)
     for name, parameter in gpt.named_parameters():
-        given = [tensors[one] for one in of_parameters[global_parameter_name(gpt, name)]]
+        given = [tensors[one] for one in parameter_sources[global_parameter_name(gpt, name)]]
         dim, group = sharding_of(name, parameter)
         if len(given) == 3:
             values = _own_groups(given, model.num_query_groups, group.rank(), group.size())
@@ -243,7 +243,7 @@ def save_hf_problem(folder: Path, output_dir: str) -> str | None:
 
 
 def _tensors_of_this_rank(model: HFModel, chunks: Iterable[Any]) -> dict[str, Tensor]:
-    of_parameters, own = sources(model), dict[str, Tensor]()
+    parameter_sources, own = sources(model), dict[str, Tensor]()
     for chunk in chunks:
         gpt = find_gpt_model(chunk)
         for name, parameter in gpt.named_parameters():
@@ -253,7 +253,7 @@ def _tensors_of_this_rank(model: HFModel, chunks: Iterable[Any]) -> dict[str, Te
             is_second_copy = name == "output_layer.weight" and model.tie_embeddings
             if group.rank() or replicas.rank() or is_second_copy:
                 continue
-            source = of_parameters[global_parameter_name(gpt, name)]
+            source = parameter_sources[global_parameter_name(gpt, name)]
             parts = _separated(source, shards, dim, model.num_query_groups)
             own |= {name: part.contiguous().cpu().clone() for name, part in zip(source, parts, strict=True)}
     return own
@@ -268,7 +268,7 @@ def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, num_gr
         return [part.flatten(0, 1) for part in split]
     if len(source) == 2:
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([of_shard[place] for of_shard in halves]) for place in range(2)]
+        return [torch.cat([halves_of_shard[place] for halves_of_shard in halves]) for place in range(2)]
     whole = shards[0] if dim is None else torch.cat(list(shards), dim)
     ((num_rows, *_),) = source.values()
     return [whole[:num_rows]]  # without the padding of the vocabulary

@@ -129,16 +129,14 @@ def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterato
         if not isinstance(record, dict):
             raise DataError(f"{place}: a line must be an object with rollout_index and samples")
         _check_fields(record, {**OF_A_LINE, "samples": SAMPLES}, place)
-        samples = [
-            _sample_of(of_sample, f"{place}, sample {position}", vocab_size) for position, of_sample in enumerate(record["samples"])
-        ]
+        samples = [_sample_of(one, f"{place}, sample {position}", vocab_size) for position, one in enumerate(record["samples"])]
         for name in GIVEN_FOR_ALL:
             if len({getattr(sample, name) is None for sample in samples}) > 1:
                 raise _wrong(place, name, "null in some samples and not in others: give it for all, or for none")
         if len({sample.index for sample in samples}) < len(samples):
             raise _wrong(place, "index", "two samples have the same: each has its own")
-        of_line: dict[str, Any] = {name: record.get(name) for name in OF_A_LINE}
-        yield RolloutBatch(samples=samples, **of_line)
+        line_fields: dict[str, Any] = {name: record.get(name) for name in OF_A_LINE}
+        yield RolloutBatch(samples=samples, **line_fields)
     if place is None:
         raise DataError(f"{path}: the file holds no rollout")
 

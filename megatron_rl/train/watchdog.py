@@ -68,8 +68,8 @@ def _remember(state: WatchdogState, values: Mapping[str, float]) -> WatchdogStat
         state = replace(state, silent_steps=0 if has_signal else state.silent_steps + 1)
         state = replace(state, still_steps=state.still_steps + 1 if is_still else 0)
     if REWARD in values:
-        of_run = (*state.rewards, values[REWARD])
-        state = replace(state, rewards=(min(of_run), max(of_run)))
+        run_rewards = (*state.rewards, values[REWARD])
+        state = replace(state, rewards=(min(run_rewards), max(run_rewards)))
     return state
 
 
