@@ -56,8 +56,7 @@ def check_model(config: PolicyLossConfig, model: nn.Module, *, is_packed: bool) 
 def contract_problems(config: PolicyLossConfig, model_config: TransformerConfig) -> Iterator[str]:
     """calculate_per_token_loss in the model's config with another aggregation than token_mean, losses that the model adds by
     itself, and what is wrong on its layout. The config may have changed after the arguments were parsed."""
-    per_token = bool(model_config.calculate_per_token_loss)
-    settings = vars(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
+    settings = vars(model_config) | {"router_aux_loss": config.router_aux_loss}
     yield from auxiliary_loss_problems(settings, Route.MEGATRON_LM)
     yield from model_problems(vars(model_config), has_own_groups=True)
     given = f"mtp_num_layers={model_config.mtp_num_layers!r}"
@@ -68,7 +67,7 @@ def contract_problems(config: PolicyLossConfig, model_config: TransformerConfig)
             f"{given} with use_mup=True: Megatron-Core scales the logits of the policy, and those of MTP would not be; set "
             "mtp_loss_scaling_factor=0"
         )
-    if per_token and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
+    if model_config.calculate_per_token_loss and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
         yield (
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
             "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"

@@ -48,7 +48,9 @@ def params_with_group(model: nn.Module, config: TransformerConfig, batch: Forwar
     """
     bare = find_gpt_model(model)
     if bare not in models_with_groups:
-        layers = _attention_layers(bare)
+        from megatron.core.transformer.attention import Attention
+
+        layers = [module for module in bare.modules() if isinstance(module, Attention)]
         problems = [*own_group_problems(vars(config)), *_layer_problems(bare, layers)]
         if problems:
             own_size = resolve_groups(model).cp.size()
@@ -79,12 +81,6 @@ def _layer_problems(bare: nn.Module, layers: Sequence[Any]) -> Iterator[str]:
     kinds = {type(layer.core_attention).__name__ for layer in layers if not isinstance(layer.core_attention, takes_group)}
     if kinds:
         yield f"{', '.join(sorted(kinds))} does not read the group in packed_seq_params"
-
-
-def _attention_layers(bare: nn.Module) -> list[Any]:
-    from megatron.core.transformer.attention import Attention
-
-    return [module for module in bare.modules() if isinstance(module, Attention)]
 
 
 def _take_group_of_call(layer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import GradientDivisor, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
@@ -44,7 +44,6 @@ class MicrobatchReport:
     entropy: Tensor | None  # 0-d
     num_nonfinite: Tensor  # [N] int32; with multi-token prediction one more, of its layers
     statistics: PolicyStatistics | None
-    mtp_loss: Tensor | None = None  # 0-d, of multi-token prediction without its factor; None where it is not trained
 
 
 class PolicyForwardStep:
@@ -116,14 +115,18 @@ class PolicyForwardStep:
             is_known = self.announces_factor and model.training
         else:
             is_known = is_free_in_forward(model) and (model.training or model_config.fp16)
+        step: dict[str, Any] = {"totals": batch.context.totals, "config": model_config, "groups": groups}
         added = None
         if further is not None and rows:
-            factor = self._delivered(batch, model_config, groups, GradientDivisor.NONE) if is_known else None
+            factor = delivered_factor(batch.context.num_microbatches, **step) if is_known else None
             common = (batch, self.config, model_config, groups)
             added = multi_token_loss(rows, further, *common, vocab_size=self.vocab_size, loss_scale=factor)
-        loss_scale: float | Tensor | AssumedScale | None = self._delivered(batch, model_config, groups) if is_known else None
-        if inputs is None and is_known and loss_scale is None:
-            loss_scale = self._assumed
+        loss_scale: float | Tensor | AssumedScale | None = None
+        if is_known:
+            step["gradient_divisor"] = self.config.gradient_divisor
+            loss_scale = delivered_factor(batch.context.num_microbatches, **step)
+            if inputs is None and loss_scale is None:
+                loss_scale = self._assumed
         return output, partial(self.loss_func, batch, model_config, groups, inputs=inputs, loss_scale=loss_scale, added=added)
 
     def loss_func(
@@ -185,11 +188,10 @@ class PolicyForwardStep:
         added: MultiTokenLoss | None,
     ) -> ScheduledLoss:
         statistics = _with_rollout(found, batch)
-        num_nonfinite, mtp_loss = found.num_nonfinite, None
+        num_nonfinite = found.num_nonfinite
         if added is not None:
-            num_nonfinite, mtp_loss = torch.cat([num_nonfinite, added.num_nonfinite[None]]), added.mean
-        terms = (found.policy_loss, found.kl_loss, found.entropy)
-        self._reports.append(MicrobatchReport(*terms, num_nonfinite, statistics, mtp_loss))
+            num_nonfinite = torch.cat([num_nonfinite, added.num_nonfinite[None]])
+        self._reports.append(MicrobatchReport(found.policy_loss, found.kl_loss, found.entropy, num_nonfinite, statistics))
         loss, num_tokens, report = scale_for_schedule(
             found.loss,
             batch.context.num_microbatches,
@@ -201,8 +203,8 @@ class PolicyForwardStep:
             router_aux_loss=self.config.router_aux_loss,
             added_part=None if added is None else added.loss,
         )
-        if mtp_loss is not None:
-            report["policy/mtp_loss"] = torch.stack([mtp_loss, report["policy/loss"][1]])
+        if added is not None:
+            report["policy/mtp_loss"] = torch.stack([added.mean, report["policy/loss"][1]])
         if self.reports_metrics and statistics is not None:
             report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
         return loss, num_tokens, report
@@ -224,17 +226,6 @@ class PolicyForwardStep:
             "regularizer_weights": batch.regularizer_weights,
             "importance_weights": batch.importance_weights,
         }
-
-    def _delivered(
-        self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups, gradient_divisor: str | None = None
-    ) -> float | Tensor | None:
-        return delivered_factor(
-            batch.context.num_microbatches,
-            totals=batch.context.totals,
-            config=model_config,
-            groups=groups,
-            gradient_divisor=gradient_divisor or self.config.gradient_divisor,
-        )
 
     def take_reports(self) -> list[MicrobatchReport]:
         """The reports since the last call, in the order of the micro-batches."""

@@ -186,7 +186,7 @@ def replayed(model: nn.Module, config: TransformerConfig, batch: ForwardInput, t
     Raises ConfigError for replay_problems, and DataError for routes of another model.
     """
     routes = batch.routes
-    routers = routers_of(model) if config.num_moe_experts is not None else []
+    routers = routers_of(model)
     if routes is not None and not any(isinstance(vars(router).get("router_replay"), GivenRoutes) for router in routers):
         problems = list(replay_problems(config))
         if problems:
