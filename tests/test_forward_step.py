@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
 from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import find_output_layer
+from megatron_rl.megatron.schedule import delivered_factor
 
 pytestmark = pytest.mark.megatron
 
@@ -151,9 +154,10 @@ def test_a_micro_batch_without_an_unmasked_token_has_loss_0_and_gradient_0(pool,
 def unscaled_on_rank(rank):
     """The error of a step whose schedule divides by another number of micro-batches than the step has."""
     trainer = cases.tiny_trainer(PolicyLossConfig())
-    delivered = trainer._forward_step._delivered
-    trainer._forward_step._delivered = lambda *given: 2.0 * delivered(*given)
-    return error_of(lambda: trainer.step([cases.ragged_step()]))
+    with mock.patch.object(
+        forward_step_module, "delivered_factor", lambda *given, **named: 2.0 * delivered_factor(*given, **named)
+    ):
+        return error_of(lambda: trainer.step([cases.ragged_step()]))
 
 
 def test_a_backward_that_delivers_another_factor_is_refused(pool):
