@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -251,17 +251,6 @@ def pool_of(size: int, **settings):
             yield ranks
 
     return pool
-
-
-class OfLayouts(dict):
-    """layout -> what its ranks answer, asked for at its first use: workers that share a file do not all run each layout."""
-
-    def __init__(self, pool: RankPool, function, layouts: Mapping[str, dict], shared):
-        file = function.__module__
-        self._ask = lambda name: shared(f"{file} {name}", lambda: pool.run(function, **layouts[name]))
-
-    def __missing__(self, name: str):
-        return self.setdefault(name, self._ask(name))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -114,6 +114,16 @@ def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
     return torch.ones_like(token_counts)
 
 
+def odd(token_counts, totals, *, prompt_token_counts, divisor):
+    """An aggregation without a formula."""
+    return 1 / (totals.num_samples * (token_counts + 10))
+
+
+def of_the_call(token_counts, totals, *, prompt_token_counts, divisor):
+    """An aggregation that is wrong: it counts a micro-batch."""
+    return torch.full_like(token_counts, 1 / len(token_counts))
+
+
 def declare() -> None:
     """Registers all of them. What a test registers is gone after it, and a module is imported once: to be called by the test,
     which imports this module itself, so that no table of what is registered meets these losses."""
@@ -146,6 +156,13 @@ def declare() -> None:
     register_correction("own_root")(root)
     register_policy_loss("cispo of mine", clip_ratios=(1.0, 0.28), triton="megatron_rl.losses.cispo_triton.cispo")(own_cispo)
     register_loss_aggregation("own_by_hand")(by_hand)
+    register_loss_aggregation("own_odd")(odd)
+    register_loss_aggregation("own_of_the_call", needs=("num_samples",))(of_the_call)
+    # Formulas: one that needs no more than the hosts give, one of prompts, one of m_i.
+    global sums, of_groups, square_root
+    sums = register_loss_aggregation("own_sums", formula="1 / N", source="token sums, averaged over samples")
+    of_groups = register_loss_aggregation("own_of_groups", formula="m_i / (N M_g)")
+    square_root = register_loss_aggregation("own_square_root", formula="1 / (N m_i^0.5)")
 
 
 declare()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import sys
-import textwrap
 from argparse import Namespace
 from unittest import mock
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, LAYOUT, STEP, S, chain_of, explain_json, stages
+from helpers import names_forgotten
 from host_cases import HostCase
 from host_ranks import run_cases
 from nemo_rl_cases import master_config
@@ -38,52 +38,19 @@ from megatron_rl.weights import (
     sample_token_weights,
 )
 
-MODULE = "my_aggregations"
-SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"{MODULE}.{name}" for name in ("sums_of_this_test", "of_groups", "square_root", "odd"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def user_file(tmp_path_factory):
-    """sums_of_this_test needs no more than the hosts give; of_groups needs prompts; square_root reads m_i; of_the_call counts
-    a micro-batch; odd declares nothing."""
-    folder = tmp_path_factory.mktemp("of_a_user")
-    (folder / f"{MODULE}.py").write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from megatron_rl import register_loss_aggregation
-
-            sums_of_this_test = register_loss_aggregation(
-                "sums_of_this_test", formula="1 / N", source="token sums, averaged over samples"
-            )
-            of_groups = register_loss_aggregation("of_groups", formula="m_i / (N M_g)")
-            square_root = register_loss_aggregation("square_root", formula="1 / (N m_i^0.5)")
-
-            @register_loss_aggregation("of_the_call", needs=("num_samples",))
-            def of_the_call(token_counts, totals, *, prompt_token_counts, divisor):
-                return torch.full_like(token_counts, 1 / len(token_counts))
-
-            @register_loss_aggregation("odd")
-            def odd(token_counts, totals, *, prompt_token_counts, divisor):
-                return 1 / (totals.num_samples * (token_counts + 10))
-            """
-        )
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def imported_anew():
-    """What a test registers is gone after it, so its module must be too."""
-    yield
-    sys.modules.pop(MODULE, None)
+pytestmark = pytest.mark.usefixtures("own_losses")
+NAMES = ("sums", "of_groups", "square_root", "odd")
+SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"own_losses.{name}" for name in NAMES)
 
 
 @pytest.fixture(scope="module")
-def pool(user_file):
-    with RankPool(2) as ranks:
+def pool():
+    import own_losses
+
+    with contextlib.ExitStack() as stack:
+        with names_forgotten():
+            own_losses.declare()  # and its ranks know them
+            ranks = stack.enter_context(RankPool(2))
         yield ranks
 
 
@@ -150,7 +117,7 @@ def test_the_start_line_states_the_records_formula():
 
 
 def test_the_start_line_says_what_it_does_not_know():
-    config, unknown = PolicyLossConfig(loss_aggregation=ODD), "not stated: odd declares no formula"
+    config, unknown = PolicyLossConfig(loss_aggregation=ODD), "not stated: own_odd declares no formula"
     launch = read_launch(Namespace(loss_aggregation=ODD, **REDUCER, **REWARD))
     assert weight_of_a_token(launch) == unknown
     assert shift_in_words(config) == f"weights against sample_mean {unknown}"
@@ -284,7 +251,7 @@ def test_the_table_of_the_page_states_the_formulas_of_the_records():
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     # The first table of the page that has the name.
     cells = {name.strip("| `"): (weight, source) for name, weight, source in reversed([row for row in rows if len(row) == 3])}
-    for name in loss_aggregation_names():
+    for name in filter(AGGREGATIONS.is_built_in, loss_aggregation_names()):
         record, (weight, source) = get_loss_aggregation(name), cells[name]
         assert Formula.parse(weight.partition(",")[0]) == record.formula, f"the weight of {name} in {page}"
         stated = source.replace("GSPO as published", "GSPO")
@@ -301,8 +268,8 @@ def test_a_name_of_two_halves_may_have_dots_in_each():
     }.items():
         assert nemo_rl.OFFER.choose(name) == halves
     for name, message in {
-        f"gspo.{OF_GROUPS}": "does not hand over what of_groups needs",
-        "gspo.my_aggregations.nothing": "my_aggregations",
+        f"gspo.{OF_GROUPS}": "does not hand over what own_of_groups needs",
+        "gspo.own_losses.nothing": "own_losses",
         "gspoo.token_mean": "gspoo.token_mean does not name a loss and an aggregation",
         "gspo": "gspo does not name a loss and an aggregation",
     }.items():
@@ -311,5 +278,5 @@ def test_a_name_of_two_halves_may_have_dots_in_each():
 
 
 def test_one_whose_weights_change_with_the_micro_batch_is_refused_in_a_trainers_config():
-    with pytest.raises(ConfigError, match="of_the_call depends at one sample on the others"):
-        nemo_rl.read(master_config({"megatron_rl": f"grpo.{MODULE}.of_the_call", "reference_policy_kl_penalty": 0}))
+    with pytest.raises(ConfigError, match="own_of_the_call depends at one sample on the others"):
+        nemo_rl.read(master_config({"megatron_rl": "grpo.own_losses.of_the_call", "reference_policy_kl_penalty": 0}))

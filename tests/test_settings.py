@@ -19,7 +19,7 @@ from launches import counted_launches
 from loss_backends import HAS_TRITON
 from test_forward_step import SeenShapes
 from test_fused_head import most_rows
-from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
+from trainer_cases import STILL, gradients_of, ragged_step, relative_difference, tiny_trainer, whole
 
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
@@ -27,7 +27,6 @@ from megatron_rl.declare import Parameter, clip_of, declared_parameters, get_pol
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import OPTIONS, HostLaunch
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
 from megatron_rl.validation import field_of, flag_of
 from megatron_rl.validation.routes import HOST_SWITCHES
 
@@ -42,7 +41,7 @@ class Effect(NamedTuple):
     text: str | None  # on a launch line
     value: object
     routes: tuple[str, ...]
-    changes: str  # "" where another test sees it: of a run below, of a host there
+    changes: str  # "" where another test sees it
     beside: str = ""  # what the launch needs besides, with the flag and without
     is_bf16: bool = False
     has_experts: bool = False
@@ -69,7 +68,7 @@ EFFECTS = {
     "--off-policy-sequence-delta": Effect("0", 0.0, NOT_REDUCER, "gradient"),
     "--kl-coefficient": Effect("5e-1", 0.5, NOT_REDUCER, "gradient"),
     "--kl-estimator": Effect("k2", "k2", NOT_REDUCER, "gradient", "--kl-coefficient 0.5"),
-    "--sampling-support": Effect("refuse", "refuse", ("custom_loss", "train"), ""),
+    "--sampling-support": Effect("refuse", "refuse", ("custom_loss", "train"), ""),  # tests/test_train_loop.py
     "--entropy-coefficient": Effect(".5", 0.5, NOT_REDUCER, "gradient"),
     "--policy-metrics": Effect("none", "none", NOT_REDUCER, "metrics"),
     "--policy-loss-backend": Effect("triton", "triton", NOT_REDUCER, "kernels"),
@@ -79,11 +78,11 @@ EFFECTS = {
     ),
     "--fp32-lm-head": Effect(None, True, ALL, "gradient", is_bf16=True),
     "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_skipped_log_probs.py
-    "--docs-per-step": Effect("64", 64, ("train",), ""),
-    "--empty-step": Effect("skip", "skip", ("train",), ""),
+    "--docs-per-step": Effect("64", 64, ("train",), ""),  # tests/test_train_docs_per_step.py
+    "--empty-step": Effect("skip", "skip", ("train",), ""),  # tests/test_train_loop.py
     "--router-aux-loss": Effect("exact", "exact", ("megatron_lm", "train"), "gradient", has_experts=True),
     "--gradient-divisor": Effect("num_samples", "num_samples", ("megatron_lm", "train"), "gradient"),
-    "--watchdog": Effect("raise", "raise", ("train",), ""),
+    "--watchdog": Effect("raise", "raise", ("train",), ""),  # tests/test_watchdog.py
     # A parameter of own_losses.py, which is declared inside a test alone.
     "--scale": Effect("0.5", 0.5, NOT_REDUCER, "gradient", "--policy-loss own_losses.reinforce"),
 }
@@ -387,42 +386,3 @@ def test_a_setting_changes_what_its_row_says(pool, flag):
         assert with_it[changes] != without[changes]
     if flag == "--max-logits-bytes":
         assert with_it["rows of logits"] <= 8
-
-
-def run_on_rank(rank, output_dir, config, options):
-    """(rows of metrics, error) of a run."""
-    error = error_of(lambda: run_loop(output_dir, config, options))
-    return metrics_of(output_dir), error
-
-
-def spread_over(sample) -> list[float]:
-    """Of another policy, and not of one that keeps a part of the vocabulary: the differences are of both signs."""
-    return [-0.1 if place % 2 else -8.0 for place in range(len(sample.old_log_probs))]
-
-
-@pytest.mark.megatron
-def test_settings_of_a_run_change_it(pool, tmp_path):
-    """FB-69: documents of a step, and what the watchdog does about log-probabilities of another policy."""
-    once = {"num_rollouts": 1, "steps_per_rollout": 1}
-    config, path = PolicyLossConfig(samples_per_prompt=4), tmp_path / "rollouts.jsonl"
-    [(rows, error)] = pool.run(run_on_rank, tmp_path / "plain", config, {**once, "save_rollouts": str(path)})
-    assert error == "" and [row["num_samples"] for row in rows] == [16]
-    [(rows, error)] = pool.run(run_on_rank, tmp_path / "docs", replace(config, docs_per_step=4), {"num_rollouts": 1})
-    assert error == "" and [row["num_samples"] for row in rows] == [4, 4, 4, 4]
-    batch = next(load_rollouts(path))
-    kept = replace(batch, samples=[replace(s, kept_ids=[[int(t)] for t in s.tokens[-4:]]) for s in batch.samples])
-    save_rollouts(tmp_path / "kept.jsonl", kept)
-    given, of_file = replace(config, sampling_support="refuse", watchdog="off"), {"rollouts": str(tmp_path / "kept.jsonl")}
-    [(_, error)] = pool.run(run_on_rank, tmp_path / "refused", given, {**once, **of_file})
-    assert "kept_ids with --sampling-support refuse" in error
-    save_rollouts(tmp_path / "masked.jsonl", replace(batch, samples=[replace(s, loss_mask=[0] * 4) for s in batch.samples]))
-    of_file = {**once, "rollouts": str(tmp_path / "masked.jsonl")}
-    for empty_step, says in (("raise", "not a single unmasked token"), ("skip", "")):
-        [(rows, error)] = pool.run(run_on_rank, tmp_path / empty_step, replace(config, empty_step=empty_step), of_file)
-        assert says in error and bool(error) == bool(says) and rows == []
-    path = tmp_path / "others.jsonl"
-    save_rollouts(path, replace(batch, samples=[replace(s, old_log_probs=spread_over(s)) for s in batch.samples]))
-    for watchdog, says in (("off", ""), ("raise", "mean importance ratio")):
-        given = replace(config, watchdog=watchdog)
-        [(_, error)] = pool.run(run_on_rank, tmp_path / watchdog, given, {**once, "rollouts": str(path)})
-        assert says in error and bool(error) == bool(says)
