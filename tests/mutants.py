@@ -44,7 +44,7 @@ JUDGES = {
     "train/accumulation.py": "accumulation",
     "weights.py": "counts own_aggregation declare refused generated_steps",
     "count.py": "counts refused no_waits",
-    "validation/weight_words.py": "own_aggregation explain_table explain",
+    "validation/weight_words.py": "own_aggregation explain",
     "metrics/policy.py": "metrics generated_steps",
     "metrics/further.py": "metrics generated_steps",
     "metrics/step.py": "metrics generated_steps no_waits",
@@ -120,7 +120,7 @@ JUDGES = {
     "testing/reference.py": "layouts step_check | selftest",
     "testing/loss_": "declare | pytest_plugin",
     "testing/step_": "step_check | step_mistakes",
-    "commands/explain/": "explain explain_table explain_stock",
+    "commands/explain/": "explain explain_stock",
 }
 
 

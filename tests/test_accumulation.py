@@ -128,11 +128,10 @@ def test_steps_by_hand(pool):
             assert sizes_of(found) == [(documents, is_full, sizes[rank]) for documents, is_full, *sizes in expected], shows
 
 
-@pytest.mark.parametrize(("multiple", "expected"), [(1, [3, 1]), (2, [4, 2]), (4, [4, 4])])
-def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(multiple, expected):
+def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline():
     """Its schedule refuses 3 micro-batches in groups of 2. The empty ones stand at the end and hold no document."""
-    found = list(accumulate(stream_of([1, 1, 1, 1]), {"docs_per_step": 3, "microbatch_multiple": multiple}))
-    assert [len(step.microbatches) for step in found] == expected
+    found = list(accumulate(stream_of([1, 1, 1, 1]), {"docs_per_step": 3, "microbatch_multiple": 2}))
+    assert [len(step.microbatches) for step in found] == [4, 2] and found[0].split([1, 2, 3]) == [[1], [2], [3], []]
     assert [[d.index for d in step.samples] for step in found] == [[0, 1, 2], [3]]
     assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
 
@@ -159,13 +158,6 @@ def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_
     assert all(is_full for _, is_full, _ in answers[0][:-1])
 
 
-def test_values_of_the_samples_are_cut_into_the_micro_batches():
-    [step] = accumulate([[Document(0), Document(1)], [Document(2)]], {"docs_per_step": 3})
-    assert step.split([1, 2, 3]) == [[1, 2], [3]]
-    with pytest.raises(DataError, match="1 values for the 3 samples"):
-        step.split([1])
-
-
 def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(pool):
     """Steps of 2, 2 and 1 micro-batches. Making compares the settings once."""
     case = (streams_of([[1] * 5, [1] * 5]), {"docs_per_step": 4})
@@ -186,15 +178,15 @@ def test_nothing_is_read_that_the_step_does_not_need():
 WHOLE = {"keep_prompt_groups": True}
 
 
-@pytest.mark.parametrize("extra", [{"samples_per_prompt": 4}, {}], ids=["by count", "by prompt_id"])
-def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool, extra):
+def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool):
     """Groups of 4. Round 1 reaches the target 2; rank 1 is inside a group and goes on to the end of its second one. Catches a step
     that ends at the target, and one that waits until both ranks happen to be at an end, which would take all."""
     streams = streams_of([[4, 4], [3, 3, 2, 4]], group=4)
-    case = (streams, {"docs_per_step": 2, **WHOLE, **extra})
-    first, second = pool.run(steps_on_rank, [case], world_size=2)
-    assert sizes_of(first[0]) == [(12, True, [4, 0, 0]), (8, True, [4])]
-    assert sizes_of(second[0]) == [(12, True, [3, 3, 2]), (8, True, [4])]
+    cases = [(streams, {"docs_per_step": 2, **WHOLE, **extra}) for extra in ({"samples_per_prompt": 4}, {})]
+    first, second = pool.run(steps_on_rank, cases, world_size=2)
+    for of_first, of_second in zip(first, second, strict=True):
+        assert sizes_of(of_first) == [(12, True, [4, 0, 0]), (8, True, [4])]
+        assert sizes_of(of_second) == [(12, True, [3, 3, 2]), (8, True, [4])]
 
 
 @settings(max_examples=15)
@@ -272,11 +264,6 @@ def test_a_step_that_does_not_end_is_an_error_on_every_rank(pool, sizes, given_s
         assert error.startswith("DataError: ") and text in error and "or lower --docs-per-step" in error
 
 
-def test_a_config_without_a_number_of_documents_is_refused():
-    with pytest.raises(ConfigError, match="docs_per_step is not set"):
-        AccumulationSettings.of(PolicyLossConfig())
-
-
 PARTS = {"samples_per_prompt": 8, "allow_partial_prompt_groups": True}
 FLAGS = [
     pytest.param({}, False, None, id="nothing needs whole groups"),
@@ -289,6 +276,8 @@ FLAGS = [
 
 @pytest.mark.parametrize(("flags", "keeps", "size"), FLAGS)
 def test_flags_decide_whether_groups_stay_whole(flags, keeps, size):
+    with pytest.raises(ConfigError, match="docs_per_step is not set"):
+        AccumulationSettings.of(PolicyLossConfig(**flags))
     found = AccumulationSettings.of(PolicyLossConfig(docs_per_step=16, **flags), microbatch_multiple=2)
     assert (found.docs_per_step, found.microbatch_multiple) == (16, 2)
     assert (found.keep_prompt_groups, found.samples_per_prompt) == (keeps, size)

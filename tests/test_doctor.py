@@ -8,7 +8,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-from doctor_cases import ABSENT, BROKEN, CPU_MACHINE, GPU_MACHINE, SICK_MACHINE, machine
+from doctor_cases import ABSENT, BROKEN, CPU_MACHINE, GPU_MACHINE, HERE, machine
 from forked import forget, forked
 
 from megatron_rl.__main__ import main
@@ -35,15 +35,19 @@ SICK = [
     pytest.param(CPU_MACHINE, {"psutil": ABSENT}, "psutil", "Megatron's checkpoints hang without it", id="no psutil"),
     pytest.param(CPU_MACHINE, {"megatron": BROKEN}, "megatron", "broken import: OSError: y", id="broken Megatron-Core"),
     pytest.param(CPU_MACHINE, {"megatron": {"ratio": 0.5}}, "schedule", "gradient x 0.5 of the step's", id="another schedule"),
+    pytest.param(
+        CPU_MACHINE,
+        {"megatron": {**HERE, "version": "0.16.1", "contract": "a 3-tuple means"}},
+        "schedule",
+        "a 3-tuple means",
+        id="Megatron's own words",
+    ),
     pytest.param(CPU_MACHINE, {"torch": BROKEN}, "torch", "broken import: OSError: y", id="broken torch"),
-    pytest.param(CPU_MACHINE, {"torch": ABSENT}, "torch", "everything needs it", id="no torch"),
     pytest.param(CPU_MACHINE, {"python": {"version": "3.10.12"}}, "python", "3.11 or later", id="old Python"),
     pytest.param(CPU_MACHINE, {"machine": {"has_nvidia_device": True}}, "cuda", "install a CUDA build", id="a torch without CUDA"),
     pytest.param(GPU_MACHINE, {"triton": ABSENT}, "triton", "auto refuses CUDA without it", id="no Triton"),
-    pytest.param(GPU_MACHINE, {"flash_attn": BROKEN}, "flash attn", "broken import: OSError: y", id="broken flash-attn"),
     pytest.param(GPU_MACHINE, {"torch": {"has_nccl": False}}, "nccl", "cannot talk", id="no NCCL"),
     pytest.param(GPU_MACHINE, {"torch": NO_DRIVER}, "cuda", "cannot use it: The NVIDIA driver on", id="no driver"),
-    pytest.param(GPU_MACHINE, {"torch": {"cuda_error": "no kernel image"}}, "cuda", "no kernel image", id="an unknown device"),
 ]
 
 
@@ -56,9 +60,7 @@ def test_a_sick_machine_is_told_what_is_broken(base, changes, subject, text):
 
 ODD = [
     (CPU_MACHINE, {"torch": {"version": "2.7.1+cpu"}}, "torch", "2.7.1+cpu is none of 2.8, 2.9, 2.10"),
-    (CPU_MACHINE, {"megatron": {"version": "0.12.1"}}, "megatron", "0.12.1 is none of 0.16, 0.17"),
     (CPU_MACHINE, {"transformer_engine": BROKEN}, "transformer engine", "broken import: OSError: y"),
-    (GPU_MACHINE, {"triton": {"version": "3.10.0"}}, "triton", "3.10.0 is none of 3.4, 3.5"),
     (GPU_MACHINE, {"torch": {"rocm_build": "7.1"}}, "cuda", "ROCm 7.1: no kernels"),
 ]
 
@@ -69,11 +71,6 @@ def test_what_is_odd_is_a_note_and_no_problem(base, changes, subject, text):
     assert PROBLEM not in [row.status for row in rows]
     (row,) = [row for row in rows if row.status == NOTE]
     assert row.subject == subject and row.text.startswith(text)
-
-
-def test_megatrons_own_words_say_how_its_schedule_differs():
-    rows = findings(machine(megatron={"state": "here", "version": "0.16.1", "contract": "a 3-tuple means something else"}))
-    assert [row.text for row in rows if row.status == PROBLEM] == ["a 3-tuple means something else"]
 
 
 # Looking at this machine
@@ -229,7 +226,3 @@ def test_the_trainers_own_parser_reads_a_line_and_the_check_at_start_judges_it(w
 def test_a_line_of_nobody_asks_for_the_trainer(on_machine):
     code, out = on_machine(CPU_MACHINE, "--", "python", "mine.py")
     assert code == 0 and "add --host, or start it with MEGATRON_RL_CHECK=1" in out
-
-
-def test_the_exit_code_is_for_ci(on_machine):
-    assert on_machine(CPU_MACHINE)[0] == 0 and on_machine(SICK_MACHINE)[0] == 1

@@ -6,12 +6,15 @@ import json
 import math
 import re
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, S, chain_of, explain, explain_json, stages
 from forked import forget, forked
 from test_counts import GOLDEN
@@ -19,8 +22,11 @@ from test_rollouts import make_sample
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch
 from megatron_rl.validation.weight_words import shift_of_weights
@@ -211,6 +217,31 @@ def test_a_sound_launch_has_the_weight_that_was_asked_for(host, arguments):
     chain = chain_of(*STEP, "--host", host, *arguments, *LAYOUT)
     assert chain["ratio"] == pytest.approx([1.0] * 4, **CLOSE)
     assert not any(factor["differs"] for factor in chain["factors"])
+
+
+@pytest.mark.parametrize("divisor", ["none", "num_samples"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
+def test_each_factor_where_the_package_weighs_is_what_its_code_does(per_token, divisor):
+    """scale_for_schedule; backward delivers of it what delivered_factor says, and DDP and finalize_model_grads undo the rest."""
+    of_two, of_four = (SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4))  # of LAYOUT, never used
+    groups = ParallelGroups(cp=of_two, dp=of_two, dp_cp=of_four)
+    totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=10)
+    config = Namespace(calculate_per_token_loss=per_token, grad_scale_func=None)
+    shared = {"totals": totals, "config": config, "groups": groups}
+    settings = {**shared, "num_local_tokens": 1}
+    one = torch.ones((), dtype=torch.float64)
+    scale = float(scale_for_schedule(one, 3, **settings)[0])
+    delivered = delivered_factor(3, **shared)
+    arguments = ["--host", "megatron_lm" if per_token else "train", "--gradient-divisor", divisor]
+    arguments += ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"] * per_token
+    found = {factor["stage"]: factor["values"] for factor in explain_json(*STEP, *arguments, *LAYOUT)["chain"]["factors"]}
+    assert found["scale"] == pytest.approx([scale] * 4, **CLOSE)
+    assert found["schedule"] == pytest.approx([delivered / scale] * 4, **CLOSE)
+    undone = found["DDP"][0] * (found["finalize"][0] if per_token else 1.0)
+    assert undone == pytest.approx(1 / delivered, **CLOSE)
+    if divisor == "num_samples":
+        divided = float(scale_for_schedule(one, 3, **settings, gradient_divisor=divisor)[0])
+        assert found["gradient divisor"] == pytest.approx([divided / scale] * 4, **CLOSE)
 
 
 @pytest.mark.parametrize("loss", [[], OUR_LOSS], ids=["reducer", "custom_loss"])

@@ -41,15 +41,14 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path, argum
     assert (process.exitcode, (tmp_path / "stderr").read_text()) == (-signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize("command", ["train", "selftest", "doctor"])
-def test_a_closed_pipe_of_a_command_s_own_work_is_an_error(monkeypatch, command):
+def test_a_closed_pipe_of_a_command_s_own_work_is_an_error(monkeypatch):
     """A reward that lost its server must not end a run without a word."""
 
     def lost(arguments):
         raise BrokenPipeError("a socket of the user's own")
 
     monkeypatch.setattr(command_line, "run_command", lost)
-    monkeypatch.setattr(sys, "argv", ["megatron-rl", command])
+    monkeypatch.setattr(sys, "argv", ["megatron-rl", "train"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(BrokenPipeError, match="a socket of the user's own"):
         command_line.main()
@@ -111,9 +110,3 @@ def test_a_file_has_a_flag_in_each_line_and_the_last_value_counts(tmp_path, monk
     path.write_text("--lr=0.001\n--packed\n")
     assert command_line.main(["train", f"@{path}", "--lr", "1"]) == 0
     assert seen == [["--lr=0.001", "--packed", "--lr", "1"], (1.0, True)]
-
-
-def test_a_missing_file_of_flags_ends_with_the_code_of_a_wrong_command_line(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_line.main(["train", "@nowhere.args"])
-    assert "nowhere.args" in capsys.readouterr().err

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from markdown_pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.train.options import TrainOptions, model_vocab_size
 from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts, record_of, save_rollouts
 from megatron_rl.train.rollouts import (
     RolloutBatch,
@@ -61,20 +60,17 @@ def test_advantages_of_each_group_follow_the_textbook(pairs):
     """Catches a mean or a deviation taken over the batch instead of the group, NaN for a group of one, and noise of rounding turned
     into a training signal where a group has no contrast."""
     prompt_ids = [prompt_id for prompt_id, _ in pairs]
-    advantages = group_advantages([reward for _, reward in pairs], prompt_ids)
+    rewards = [reward for _, reward in pairs]
+    advantages, of_dr_grpo = group_advantages(rewards, prompt_ids), group_advantages(rewards, prompt_ids, "none")
     for place, (prompt_id, reward) in enumerate(pairs):
         group = [other for name, other in pairs if name == prompt_id]
         if len(set(group)) == 1:
             assert advantages[place] == 0.0
         else:
-            expected = (reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
-            assert advantages[place] == pytest.approx(expected, rel=1e-6, abs=1e-7)
-
-
-def test_advantages_of_dr_grpo_are_not_divided():
-    """By hand: rewards 0, 1, 1 of one prompt and 3, 5 of another, less 2/3 and 4."""
-    rewards, prompt_ids = [0.0, 3.0, 1.0, 5.0, 1.0], ["p", "q", "p", "q", "p"]
-    assert group_advantages(rewards, prompt_ids, "none") == pytest.approx([-2 / 3, -1, 1 / 3, 1, 1 / 3])
+            centred = reward - statistics.fmean(group)
+            assert advantages[place] == pytest.approx(centred / (statistics.stdev(group) + 1e-6), rel=1e-6, abs=1e-7)
+            # Dr. GRPO does not divide.
+            assert of_dr_grpo[place] == pytest.approx(centred, rel=1e-6, abs=1e-7)
 
 
 def test_the_share_of_groups_without_signal_by_hand():
@@ -91,6 +87,9 @@ def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
     """FB-07: 5 prompts in 2 steps: 3 and 2. Catches a group cut in two, whose prompt_mean would count the prompt twice."""
     batch = make_batch(["a", "a", "b", "c", "b", "d", "e", "e"])
     assert [indices(step) for step in split_into_steps(batch.samples, 2, 0)] == [[0, 1, 2, 4, 3], [5, 6, 7]]
+    # p, q, p, q, ... dealt to two ranks in the order of the file would give rank 0 all of p.
+    shared = SharedRollout.of(make_batch(["p", "q"] * 3), 0, 2)
+    assert all({header.dp_rank for header in step} == {0, 1} for step in split_into_steps(shared.headers, 2, 0))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
@@ -129,14 +128,6 @@ def test_ranks_hold_each_sample_once_in_equally_many_micro_batches(num_samples, 
         assert any(lengths) or num_samples < dp_size
 
 
-@pytest.mark.parametrize("dp_size", [2, 3])
-def test_no_rank_is_idle_in_a_step_of_prompts_that_take_turns_in_the_file(dp_size):
-    """The samples of p, q, p, q, ... dealt in the order of the file give rank 0 all of p."""
-    shared = SharedRollout.of(make_batch(["p", "q"] * 3), 0, dp_size)
-    for step in split_into_steps(shared.headers, 2, 0):
-        assert {header.dp_rank for header in step} == set(range(dp_size))
-
-
 # The file
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -165,7 +156,11 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches, is_on_pol
     """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart."""
     none = {"old_log_probs": None, "rollout_log_probs": None} if is_on_policy else {}
     path = tmp_path_factory.mktemp("rollouts") / "deep" / "rollouts.jsonl"
-    numbered = [[dataclasses.replace(sample, index=place, **none) for place, sample in enumerate(samples)] for samples in batches]
+    rollout = str if is_on_policy else int
+    numbered = [
+        [dataclasses.replace(sample, index=place, rollout_id=rollout(place), **none) for place, sample in enumerate(samples)]
+        for samples in batches
+    ]
     saved = [RolloutBatch(samples=samples, rollout_index=index) for index, samples in enumerate(numbered)]
     for batch in saved:
         save_rollouts(path, batch)
@@ -187,11 +182,8 @@ BAD_SAMPLES = [
         for fields, message in (
             ({"prompt_id": 3}, "prompt_id: 3 must be a string"),
             ({"index": -1}, "index: -1 must be an integer of at least 0"),
-            ({"index": 10**400}, "index: 10+ must be an integer"),
             ({"tokens": [8, 9, 1, 2]}, r"tokens: 9 must be below 9, the vocabulary .* type the --vocab-size"),
-            ({"tokens": [8, True, 1, 2]}, "tokens: True must be an integer"),
             ({"tokens": "8 3"}, "tokens: must be a list"),
-            ({"tokens": [8, 2**63, 1, 2]}, "tokens: 9223372036854775808 must be below"),
             ({"response_length": 0, "loss_mask": []}, "response_length: 0 .* empty response"),
             (
                 {"response_length": 4, "loss_mask": [1] * 4, "old_log_probs": None},
@@ -200,15 +192,11 @@ BAD_SAMPLES = [
             ({"loss_mask": [1]}, "loss_mask: 1 values for a response of 2"),
             ({"loss_mask": [1, 2]}, "loss_mask: 2 must be 0 or 1"),
             ({"reward": math.nan}, "reward: nan must be a finite number"),
-            ({"reward": "1"}, "reward: '1' must be a finite number"),
             ({"reward": -(10**400)}, "reward: -10+ must be a finite number"),
-            ({"old_log_probs": [-1.0]}, "old_log_probs: 1 values for a response of 2 tokens"),
             ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf must be a finite number, at most 0"),
-            ({"rollout_log_probs": [math.nan, -1.0]}, "rollout_log_probs: nan must be"),
             ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 must be"),
             ({"old_log_probs": ["a", -1.0], "loss_mask": [0, 1]}, ".*str"),
             ({"policy_version": 1.5}, "policy_version: 1.5 must be the steps"),
-            ({"kept_ids": [[1, 2]]}, "kept_ids: 1 values for a response of 2 tokens"),
             ({"kept_ids": [1, 2]}, "kept_ids: 1 must be a list of ids"),
             ({"kept_ids": [[1], [2.0]]}, "sampling support: ids must be a vector of torch.int32"),
             ({"kept_mass": [0.5, 0.0]}, "kept_mass: 0.0 must be above 0 and at most 1"),
@@ -248,7 +236,6 @@ def line_of(*samples: dict, index: int = 0) -> str:
 BAD_FILES = [
     pytest.param('{"rollout_index": 0, "samples"\n', "line 1: not JSON", id="not JSON"),
     pytest.param("[" * 300_000 + "\n", "line 1: .*lists or objects that are nested too deeply", id="nested"),
-    pytest.param("[]\n", "line 1: a line must be an object", id="not an object"),
     pytest.param('{"samples": []}\n', "line 1: rollout_index", id="no index"),
     pytest.param(line_of("text"), "line 1: samples: 'text' must be an object", id="not an object: a sample"),
     pytest.param("", "the file holds no rollout", id="empty file"),
@@ -261,7 +248,6 @@ BAD_FILES = [
         line_of(sample_record(), sample_record(index=1, old_log_probs=None)),
         "line 1: old_log_probs: null in some samples and not in others: give it for all, or for none",
     ),
-    (line_of(sample_record(kept_ids=[[1], [2]]), sample_record()), "line 1: kept_ids: null in some"),
 ]
 
 
@@ -271,16 +257,6 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         list(load_rollouts(path))
-
-
-@pytest.mark.parametrize(("given", "recorded", "expected"), [(None, 13, 13), (None, None, 9), (20, 13, 20)])
-def test_the_model_has_the_vocabulary_of_the_recorded_rollouts(tmp_path, given, recorded, expected):
-    """Of a file without a size, the task's; --vocab-size wins."""
-    path = tmp_path / "r.jsonl"
-    for index in (0, 1):
-        save_rollouts(path, dataclasses.replace(make_batch(["p", "p"], index), vocab_size=recorded))
-    found = next(load_rollouts(path)).vocab_size
-    assert found == recorded and model_vocab_size(TrainOptions(vocab_size=given), 9, found) == expected
 
 
 def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
@@ -320,8 +296,7 @@ def test_the_mean_reward_is_over_rollouts_and_not_over_rows():
     assert mean_reward(rows_of_rollouts()) == 0.25
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3])
-@pytest.mark.parametrize("size", [None, 1, 2, 3])
+@pytest.mark.parametrize(("dp_size", "size"), [(1, None), (2, 1), (2, 2), (3, 3)])
 def test_the_samples_of_a_rollout_go_to_one_rank_and_one_micro_batch(dp_size, size):
     batch = RolloutBatch(samples=rows_of_rollouts(), rollout_index=0)
     shared = [SharedRollout.of(batch, rank, dp_size) for rank in range(dp_size)]
@@ -335,13 +310,6 @@ def test_the_samples_of_a_rollout_go_to_one_rank_and_one_micro_batch(dp_size, si
                 places.setdefault(header.rollout_id, set()).add((rank, number))
     assert {name: len(found) for name, found in places.items()} == dict.fromkeys("ABCD", 1)
     assert sorted(header.index for of_rank in parts for part in of_rank for header in part) == list(range(6))
-
-
-def test_a_file_keeps_the_rollouts_of_its_samples(tmp_path):
-    batch = RolloutBatch(samples=rows_of_rollouts(), rollout_index=0)
-    save_rollouts(tmp_path / "r.jsonl", batch)
-    (found,) = load_rollouts(tmp_path / "r.jsonl")
-    assert [sample.rollout_id for sample in found.samples] == [rollout for rollout, *_ in ROWS]
 
 
 def test_the_converter_of_the_page_writes_what_is_read(tmp_path):

@@ -1,6 +1,6 @@
 """The factors between a token's weight and its gradient: a table of formulas by host and contract. Nothing is executed here.
 
-tests/test_explain_table.py holds each row against the code that does it: the reducers and hooks, the emulated hosts, the schedule.
+tests/test_explain.py holds the chains of hosts against arithmetic by hand, and the package's own factors against its code.
 """
 
 from __future__ import annotations
