@@ -20,7 +20,7 @@ import nemo_rl_cases
 import roll_cases
 import skyrl_cases
 import verl_cases
-from dense_row_cases import TOLERANCE, Result, RowCase, largest_error, samples_of
+from dense_row_cases import Result, RowCase, largest_error, samples_of
 from torch import Tensor
 
 from megatron_rl.hosts.adapters import adapter_named
@@ -33,14 +33,13 @@ SAMPLER_GAP = 0.1  # the sampler's log-probabilities are so much lower where a c
 class Adapter:
     """What the suite asks of a host.
 
-    tolerance: of a step against float64, relative. metrics: what our loss reports there, by the host's names. num_ranks: processes
+    metrics: what our loss reports there, by the host's names. num_ranks: processes
     that the layouts need, on Megatron's groups; 1: ranks are a loop. shorts: layouts of several micro-batches in one process.
     other: the layout of the losses beside LOSSES. terms: the host's own terms that read masked positions too, for `run`.
     of_sampler: its settings beside a correction of ours."""
 
     name: str
     metrics: frozenset[str]
-    tolerance = TOLERANCE
     num_ranks = 1
     shorts: tuple[Mapping[str, Any], ...] = ({"sizes": (3, 5)},)
     other: Mapping[str, Any] = {"dp": 2, "cp": 2, "sizes": (2, 5), "num_samples": 14}
@@ -72,13 +71,6 @@ class Adapter:
 
     def step(self, case: Any) -> Step:
         return samples_of(case)
-
-    def micro_batches(self, case: Any) -> list[list[list[int]]]:
-        """Of each data-parallel rank the numbers of its samples."""
-        return list(case.micro_batches())
-
-    def metric_names(self, found: Result) -> set[str]:
-        return set(found.metrics[0])
 
     def run(
         self, case: Any, step: Step, *, poison: float | None = None, own: Mapping[str, Any] | None = None, **settings: Any

@@ -34,6 +34,13 @@ def forked(work: Callable[[], object], seconds: float = SECONDS) -> tuple[int | 
         return process.exitcode, out.read(), error.read()
 
 
+def in_fork(work: Callable[[], object], seconds: float = SECONDS) -> tuple[str, str]:
+    """(standard output, standard error) of a work that must end well, and returns nothing."""
+    code, out, error = forked(work, seconds)
+    assert code == 0, out + error[-3000:]
+    return out, error
+
+
 def run_main(words: Sequence[str]) -> None:
     """What `python -m MODULE ...` runs, in this process: a fork."""
     assert words[0] == "-m", words

@@ -10,7 +10,7 @@ layout/context_parallel.py do it otherwise.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -29,12 +29,6 @@ def load_function(path: str):
     """The object behind a dotted path: everything after the last dot is an attribute, whatever characters it has."""
     module, _, attribute = path.rpartition(".")
     return getattr(import_module(module), attribute)
-
-
-def merge_custom_config(args: Namespace, settings: Mapping[str, object] | None) -> None:
-    """--custom-config-path: each key of the file becomes an attribute as it is; nothing is checked, dashes included."""
-    for key, value in (settings or {}).items():
-        setattr(args, key, value)
 
 
 @dataclass(frozen=True, kw_only=True)

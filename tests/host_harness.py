@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import importlib.abc
@@ -13,7 +12,6 @@ import sys
 import types
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
@@ -149,26 +147,6 @@ class RealHost:
         names = "group_index index response_length reward tokens loss_mask rollout_id remove_sample".split()
         samples = [kind(**{name: vars(sample)[name] for name in names}) for sample in samples]
         return own_train_data(self.host.name, args, samples)
-
-    @cached_property
-    def merge_custom_config(self) -> Callable[[Namespace, dict], None]:
-        """The block of the host's argument validation that merges --custom-config-path, cut out of its source."""
-        path = Path(self.root, str(self.host), "utils", "arguments.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "args.custom_config_path":
-                code = compile(ast.Module([node], []), str(path), "exec")
-                break
-        else:
-            raise LookupError(f"{path} merges --custom-config-path in another way")
-
-        def merge(args: Namespace, settings: dict) -> None:
-            loader = types.SimpleNamespace(safe_load=lambda source: settings)
-            opened = contextlib.nullcontext
-            names = {"yaml": loader, "open": opened, "resolve_file_arg": opened, "logger": MagicMock()}
-            args.custom_config_path = "given"
-            exec(code, {"args": args, **names})
-
-        return merge
 
 
 def own_train_data(host: str, args: Namespace, samples: list, metadata: dict | None = None) -> dict:

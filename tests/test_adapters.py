@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from adapter_cases import ADAPTERS, CORRECTIONS, Adapter
-from dense_row_cases import LOSSES, largest_error
+from dense_row_cases import LOSSES, TOLERANCE, largest_error, too_large
 from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
@@ -56,10 +56,6 @@ def few(adapter: Adapter) -> list:
     ]
 
 
-def too_large(adapter: Adapter, found: dict[str, float]) -> dict[str, float]:
-    return {name: error for name, error in found.items() if not error <= adapter.tolerance}
-
-
 def test_each_trainer_has_its_class():
     assert ADAPTERS.keys() == {*SETTINGS_NAMES}
 
@@ -79,7 +75,7 @@ def test_the_step_is_exact_in_each_layout(adapter, loss, request):
         chosen = [case for place, case in enumerate(chosen) if (place + place // len(LOSSES)) % len(LOSSES) == LOSSES.index(loss)]
     assert Counter(case.aggregation for case in chosen).keys() == {*adapter.aggregations} and len({*map(str, chosen)}) >= 16
     found = adapter.errors(chosen, partial(request.getfixturevalue, "pool"))
-    assert len(found) == len(chosen) and not too_large(adapter, found)
+    assert len(found) == len(chosen) and not too_large(found)
 
 
 @on_ranks
@@ -87,7 +83,7 @@ def test_each_other_loss_by_name_is_exact(adapter, request):
     chosen = adapter.others(LOSSES)
     assert {case.loss for case in chosen} | {*LOSSES} == {loss for loss, _ in adapter.modes()} <= CLIPS.keys()
     found = adapter.errors(chosen, partial(request.getfixturevalue, "pool"))
-    assert len(found) == len(chosen) and not too_large(adapter, found)
+    assert len(found) == len(chosen) and not too_large(found)
 
 
 @of_each_host
@@ -108,13 +104,13 @@ def test_a_micro_batch_without_a_trained_token_is_exact(adapter):
     for case in few(adapter):
         samples, log_probs = adapter.step(case)
         is_long = [len(one.loss_mask) > 1 for one in samples]
-        ranks = adapter.micro_batches(case)
+        ranks = list(case.micro_batches())
         chosen = [next((batch for batch in of_rank if all(is_long[i] for i in batch)), of_rank[0]) for of_rank in ranks]
         first = {index for batch in chosen for index in batch}
         empty = [replace(one, loss_mask=[0] * len(one.loss_mask)) if i in first else one for i, one in enumerate(samples)]
         step = empty, log_probs
         found = adapter.run(case, step)
-        assert largest_error(found, *adapter.truth(case, step)) <= adapter.tolerance and found.loss != 0, case
+        assert largest_error(found, *adapter.truth(case, step)) <= TOLERANCE and found.loss != 0, case
         assert not any(found.gradients[index].any() for index in first)
 
 
@@ -144,7 +140,7 @@ def test_the_loss_multiplies_its_weights_by_its_stage(adapter, monkeypatch):
             monkeypatch.setattr(module, "loss_of_rows", watched)
     layout = {name: value for name, value in adapter.other.items() if name != "cp"}
     case = adapter.case(loss="grpo", aggregation="sample_mean", **layout)
-    step, (micro_batches, *_) = adapter.step(case), adapter.micro_batches(case)
+    step, (micro_batches, *_) = adapter.step(case), list(case.micro_batches())
     adapter.run(case, step)
     num_tokens = sum(sum(sample.loss_mask) for sample in step[0])
     sizes = {"dp": case.dp, "cp": 1, "M": len(micro_batches), "T": num_tokens}
@@ -170,7 +166,7 @@ def test_two_trainers_of_a_process_say_one_line_each(adapter, capsys):
 @of_each_host
 def test_metrics_have_the_hosts_names(adapter):
     case = adapter.case(loss="grpo", aggregation="token_mean", **adapter.shorts[0])
-    assert adapter.metric_names(adapter.run(case, adapter.step(case), **adapter.terms)) == adapter.metrics
+    assert adapter.run(case, adapter.step(case), **adapter.terms).metrics[0].keys() == adapter.metrics
 
 
 @pytest.mark.parametrize(

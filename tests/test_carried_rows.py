@@ -13,11 +13,10 @@ from types import ModuleType, SimpleNamespace
 import own_log_probs
 import pytest
 import torch
-from carrier_cases import LiveBytes
+from forked import in_fork
 from linear_cases import relative
 from test_forward_step import SeenShapes
-from test_host_log_probs import HIDDEN, LIMIT, VOCABULARY, in_fork
-from test_log_probs_of_aligner import nemo_rl_with_ours
+from test_host_log_probs import HIDDEN, LIMIT, VOCABULARY, nemo_rl_with_ours
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -387,30 +386,3 @@ def core_has_the_loss(rank: int):
 @pytest.mark.megatron
 def test_the_loss_of_mtp_of_newer_megatron_core_has_its_logits():
     run_ranks(core_has_the_loss, 1)
-
-
-# Memory
-
-
-def peak_on_a_rank(rank: int) -> list[int]:
-    """Of a forward and backward in verl's engine, by logits and by our head."""
-    peaks, modules = [], own_log_probs.verl_modules()
-    importlib.import_module("megatron_rl.hosts.heads.verl")
-    log_probs.MAX_LOGITS_BYTES = 2**18
-    tokens = torch.randint(0, 4096, (6, 240), generator=torch.Generator().manual_seed(1))
-    for is_fused in (False, True):
-        model = Body(vocabulary=4096, width=8)
-        engine = engine_of(modules, model, is_fused=is_fused)
-        with LiveBytes() as live:
-            found = engine.forward_step({"input_ids": tokens, "temperature": torch.tensor([0.7, 1.3] * 3)}, calculate_entropy=True)
-            (found["log_probs"][:, :-1].sum() + found["entropy"][:, :-1].sum()).backward()
-        peaks.append(live.peak)
-    return peaks
-
-
-@pytest.mark.megatron
-def test_verls_step_takes_a_tenth_of_the_memory_of_the_logits():
-    """1,440 tokens and 4,096 columns, chunks of 256 KiB, two temperatures."""
-    [(of_logits, of_head)] = run_ranks(peak_on_a_rank, 1)
-    logits = 1440 * 4096 * 4
-    assert of_logits > 2 * logits and of_head < 0.1 * logits

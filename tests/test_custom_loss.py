@@ -34,8 +34,6 @@ from host_loss_cases import (
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import loss
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.dense_rows import refuse_nonfinite
-from megatron_rl.hosts.host_run import StepGuard
 from megatron_rl.hosts.loss import custom_loss
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.metrics.policy import STATISTICS
@@ -473,43 +471,3 @@ def test_slime_counts_a_sampled_token_at_the_edge_of_its_set_as_kept():
         batch[KEYS["slime"][1]][0] = torch.cat([offsets[:1], offsets[1:] - 1])
 
     assert one(REPLAYED_BY_SLIME, without_token)[0] == whole
-
-
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_the_first_step_has_ratio_1_over_kept_ids_and_not_without(host):
-    """Old log-probabilities are those of the weights in training: over the kept ids, as the host measures them."""
-    case = Case(
-        host=host, settings=REPLAY[host] | {"observe_training_entropy": True} if host == "miles" else REPLAY[host], without=()
-    )
-
-    def on_policy(batch, logits):
-        for key in ("log_probs", "rollout_log_probs"):
-            batch[key] = [
-                sample.scores(sample.logits[sample.prompt - 1 : sample.total - 1], [*range(len(sample.mask))]).float()
-                for sample in case.samples()
-            ]
-
-    _, metrics, _ = one(case, on_policy)
-    # float32 of log-probabilities of 1 to 5 nats
-    assert abs(float(metrics["ppo_kl"])) < 1e-6 and float(metrics["train_rollout_logprob_abs_diff"]) < 1e-6
-
-    def drop(batch, logits):
-        on_policy(batch, logits)
-        for key in KEYS[host]:
-            batch[key] = None
-
-    _, without_sets, _ = one(case, drop, sampling_support="refuse", rollout_top_p=1.0, rollout_top_k=-1)
-    assert float(without_sets["ppo_kl"]) / case.num_rollouts > 0.2
-
-
-def test_an_armed_guard_takes_the_count_and_nobody_looks():
-    """on CUDA: with before_train_step in place the count goes there; without it each micro-batch looks for itself."""
-    guard, counts = StepGuard(), torch.tensor([0, 3, 1], dtype=torch.int32)
-    refuse_nonfinite(torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(DataError, match=r"samples \[1, 2\] of the micro-batch have 4 unmasked tokens"):
-        refuse_nonfinite(counts)
-    guard.arm(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-    guard.begin(7, 0)
-    guard.record_nonfinite(counts.sum())
-    with pytest.raises(DataError, match="rollout 7, step 0: 4 non-finite"):
-        guard.refuse_nonfinite_step()

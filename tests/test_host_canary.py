@@ -9,7 +9,7 @@ Red here means that a host has changed its contract: change the emulator, then l
 from __future__ import annotations
 
 import ast
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import pool_of
 from host_cases import HostCase, host_args
-from host_emulator import load_function, merge_custom_config
+from host_emulator import load_function
 from host_harness import RealHost, roots_by_environment
 from host_ranks import make_host, run_cases, train_data
 
@@ -117,18 +117,14 @@ def test_emulator_and_checkout_make_the_same_training_data(pool, host, options):
     assert len(set(emulated["rollout_ids"])) == len(set(real["rollout_ids"]))
 
 
-def load_and_merge(rank: int, roots: dict[str, str], host: str, path: str, settings: dict) -> list:
-    real = make_host(host, roots)
+def loaded(rank: int, roots: dict[str, str], host: str, path: str) -> list[str]:
+    real, found = make_host(host, roots), []
     assert isinstance(real, RealHost)
-    found = []
-    for load, merge in ((load_function, merge_custom_config), (real.load_function, real.merge_custom_config)):
-        args = Namespace(kept=1, loss_aggregation="sample_mean")
-        merge(args, settings)
-        merged = {name: value for name, value in vars(args).items() if name != "custom_config_path"}
+    for load in (load_function, real.load_function):
         try:
-            found.append((load(path).__qualname__, merged))
+            found.append(load(path).__qualname__)
         except (AttributeError, ModuleNotFoundError, ValueError) as error:
-            found.append((type(error).__name__, merged))
+            found.append(type(error).__name__)
     return found
 
 
@@ -142,11 +138,8 @@ def load_and_merge(rank: int, roots: dict[str, str], host: str, path: str, setti
         ("megatron_rl.reducers.absent", "AttributeError"),
     ],
 )
-def test_emulator_and_checkout_load_a_path_and_merge_a_file_alike(pool, host, path, expected):
-    settings = {"loss_aggregation": "constant", "loss_aggregation_divisor": "8192", "loss-aggregation": "dashed"}
-    emulated, real = pool.run(load_and_merge, ROOTS, host, path, settings, world_size=1)[0]
-    assert emulated == real
-    assert emulated == (expected, {"kept": 1, **settings})
+def test_emulator_and_checkout_load_a_path_alike(pool, host, path, expected):
+    assert pool.run(loaded, ROOTS, host, path, world_size=1)[0] == [expected, expected]
 
 
 def gspo_under_bshd(rank: int, roots: dict[str, str]) -> list[str]:

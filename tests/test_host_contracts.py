@@ -14,6 +14,11 @@ import pytest
 
 from megatron_rl.hosts import ADAPTER_NAMES
 
+_MERGED = """        for k, v in data.items():
+            if hasattr(args, k):
+                logger.info(f"Warning: Argument {k} is already set to {getattr(args, k)}, will override with {v}.")
+            setattr(args, k, v)
+"""
 # What a weight rests on: host -> file -> exact text.
 WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
     "verl": {
@@ -159,9 +164,15 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])",
         ),
     },
-    # Budgets of a rank, and not of a micro-batch.
-    "miles": {"miles/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",)},
-    "slime": {"slime/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",)},
+    # Budgets of a rank, and not of a micro-batch. Each key of --custom-config-path becomes an attribute, and nothing is checked.
+    "miles": {
+        "miles/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",),
+        "miles/utils/arguments.py": (f"yaml.safe_load(resolve_file_arg(args.custom_config_path)) or {{}}\n{_MERGED}",),
+    },
+    "slime": {
+        "slime/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",),
+        "slime/utils/arguments.py": (f"data = yaml.safe_load(f) or {{}}\n{_MERGED}",),
+    },
 }
 
 # What is said of samplers that keep a part of the vocabulary: names and defaults.

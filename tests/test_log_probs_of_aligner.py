@@ -10,7 +10,7 @@ import math
 import pickle
 import sys
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import nemo_rl_cases
 import own_log_probs
@@ -19,11 +19,22 @@ import skyrl_cases
 import torch
 import torch.distributed as dist
 from carrier_cases import LiveBytes
+from forked import in_fork
 from host_checkouts import NEMO_RL, SKYRL
 from linear_cases import relative
 from nemo_rl_cases import master_config
 from test_forward_step import SeenShapes
-from test_host_log_probs import HIDDEN, LIMIT, OF_GRADIENTS, VOCABULARY, before_and_after, in_fork, nearly_equal
+from test_host_log_probs import (
+    HIDDEN,
+    LIMIT,
+    OF_GRADIENTS,
+    VOCABULARY,
+    before_and_after,
+    nearly_equal,
+    nemo_rl_with_ours,
+    skyrl_with_ours,
+    total_of,
+)
 from test_nemo_rl import load_nemo_rl
 
 from megatron_rl.errors import ConfigError
@@ -41,21 +52,6 @@ ROWS, WIDTH, TEMPERATURE = 2, 8, 0.7
 FUSED_HEAD = {"megatron_cfg": {"enabled": True, "use_fused_linear_logprobs": True}}
 
 
-def nemo_rl_with_ours(change=lambda module: None) -> ModuleType:
-    module = own_log_probs.nemo_rl_module()
-    change(module)
-    importlib.import_module("megatron_rl.hosts.heads.nemo_rl").install("NeMo-RL", "a revision")
-    return module
-
-
-def skyrl_with_ours(change=lambda module: None) -> ModuleType:
-    """By the entry of SkyRL's table, as it comes to a worker."""
-    module = own_log_probs.skyrl_module()
-    change(module)
-    pickle.loads(pickle.dumps(InWorkers("SkyRL", "a revision")))
-    return module
-
-
 HOSTS = {"NeMo-RL": nemo_rl_with_ours, "SkyRL": skyrl_with_ours}
 
 
@@ -70,57 +66,22 @@ def case(dtype=torch.float32):
     return tokens, hidden.to(dtype), weight.to(dtype), (hidden @ weight.T).to(dtype), c, e
 
 
-def of_logits(logits, tokens, c, e=None):
-    """In float64: log-probabilities of the next tokens, entropies, and the gradient of sum c log p + e H."""
-    leaf = logits.double().requires_grad_()
-    log_p = leaf.log_softmax(-1)
-    log_probs = log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    total = (c * log_probs).sum() + (0.0 if e is None else (e * entropy).sum())
-    return log_probs.detach(), entropy.detach(), torch.autograd.grad(total, leaf)[0]
-
-
-def of_head(hidden, weight, tokens, c):
-    leaves = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    log_p = (leaves[0] @ leaves[1].T).log_softmax(-1)
-    log_probs = log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-    return log_probs.detach(), *torch.autograd.grad((c * log_probs).sum(), leaves)
-
-
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("chunk_size", [None, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_log_probabilities_from_logits_are_exact(host, chunk_size, dtype):
+def test_log_probabilities_from_logits_of_16_bits_are_exact(host, chunk_size):
     def work():
         module = HOSTS[host]()
-        tokens, _, _, logits, c, _ = case(dtype)
-        values, _, gradient = of_logits(logits, tokens, c)
+        tokens, _, _, logits, c, _ = case(torch.bfloat16)
+        exact = logits.double().requires_grad_()
+        values = exact.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+        (gradient,) = torch.autograd.grad((c * values).sum(), exact)
         leaf = logits.clone().requires_grad_()
         found = module.from_parallel_logits_to_logprobs(leaf, tokens, 0, VOCABULARY, SINGLE, chunk_size=chunk_size)
         (c * found).sum().backward()
-        assert found.dtype == torch.float32 and relative(found.detach(), values) < LIMIT
-        # In bfloat16 the gradient alone is rounded, by 2^-9 of an element.
-        assert relative(leaf.grad, gradient) < (LIMIT if dtype == torch.float32 else 2**-8)
+        assert found.dtype == torch.float32 and relative(found.detach(), values.detach()) < LIMIT
+        assert relative(leaf.grad, gradient) < 2**-8  # the gradient alone is rounded, by 2^-9 of an element
         assert torch.equal(leaf.detach(), logits), "the host may read the logits later"
         assert not module.from_parallel_logits_to_logprobs(leaf, tokens, 0, VOCABULARY, SINGLE, True).requires_grad
-
-    in_fork(work)
-
-
-def test_skyrls_entropies_are_exact():
-    """From logits with a gradient, and from hidden states as a metric, at a temperature."""
-
-    def work():
-        module = skyrl_with_ours()
-        tokens, hidden, weight, logits, c, e = case()
-        _, entropy, gradient = of_logits(logits, tokens, torch.zeros_like(c), e)
-        leaf = logits.clone().requires_grad_()
-        found = module.vocab_parallel_entropy(leaf)
-        (e * found).sum().backward()
-        assert relative(found.detach(), entropy) < LIMIT and relative(leaf.grad, gradient) < LIMIT
-        _, entropy, _ = of_logits(logits / TEMPERATURE, tokens, c)
-        found = module.from_parallel_hidden_to_entropy_packed_sequences(hidden.requires_grad_(), weight, SINGLE, TEMPERATURE)
-        assert relative(found, entropy) < LIMIT and not found.requires_grad
 
     in_fork(work)
 
@@ -129,25 +90,6 @@ def carried(hidden, weight, group=SINGLE, *, is_sequence_parallel=False):
     """[S, B, H] as the output layer of NeMo-RL's worker gives it to the host, [B, S, V]."""
     rows = carry_rows(HeadInputs(hidden, weight, is_sequence_parallel), group, nemo_rl_head.FUSED_HEAD)
     return rows.transpose(0, 1).contiguous()
-
-
-def test_the_fused_switches_run_our_head():
-    def work():
-        tokens, hidden, weight, _, c, _ = case()
-        want = of_head(hidden, weight, tokens, c)
-        for name in HOSTS:
-            module = HOSTS[name]()
-            leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-            if name == "NeMo-RL":
-                given = (carried(leaves[0].transpose(0, 1), leaves[1]), tokens, 0, VOCABULARY, SINGLE)
-                found = module.from_parallel_logits_to_logprobs(*given)
-            else:
-                found = module.from_parallel_hidden_to_logprobs(*leaves, tokens, 0, VOCABULARY, SINGLE)
-            (c * found).sum().backward()
-            got = found.detach(), *(leaf.grad for leaf in leaves)
-            assert all(relative(mine, theirs) < LIMIT for mine, theirs in zip(got, want, strict=True)), name
-
-    in_fork(work)
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -184,62 +126,6 @@ def test_no_logits_are_made_behind_the_fused_switches(host):
         assert peaks["logits"] > 2 * 4 * width * columns and peaks["head"] < 0.1 * 4 * width * columns, peaks
 
     in_fork(work)
-
-
-def fused_on_a_rank(rank: int):
-    """NeMo-RL's under sequence parallelism and without it, SkyRL's, and both hosts' from logits, on one of two ranks."""
-    tp = resolve_groups().tp
-    tokens, hidden, weight, logits, c, e = case()
-    bounds = rank * VOCABULARY // 2, (rank + 1) * VOCABULARY // 2
-    found = {}
-
-    def keep(name, values, *leaves):
-        (c * values).sum().backward()
-        found[name] = [values.detach(), *(leaf.grad for leaf in leaves)]
-
-    def leaves(given):
-        return given.clone().requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
-
-    module = nemo_rl_with_ours()
-    of_sequence = hidden.transpose(0, 1).contiguous()  # [S, B, H]
-    for name, given in (("whole", of_sequence), ("SP", of_sequence.chunk(2)[rank])):
-        parts = leaves(given)
-        output = carried(*parts, tp, is_sequence_parallel=name == "SP")
-        keep(f"NeMo-RL {name}", module.from_parallel_logits_to_logprobs(output, tokens, *bounds, tp), *parts)
-    for name in HOSTS:
-        module, shard = HOSTS[name](), logits.chunk(2, -1)[rank].clone().requires_grad_()
-        keep(f"{name} logits", module.from_parallel_logits_to_logprobs(shard, tokens, *bounds, tp), shard)
-    parts = leaves(hidden)
-    keep("SkyRL fused", module.from_parallel_hidden_to_logprobs(*parts, tokens, *bounds, tp), *parts)
-    shard = logits.chunk(2, -1)[rank].clone().requires_grad_()
-    entropy = module.vocab_parallel_entropy(shard)
-    (e * entropy).sum().backward()
-    found["entropy"] = [entropy.detach(), shard.grad]
-    return found
-
-
-@pytest.mark.megatron
-def test_two_tensor_parallel_ranks_have_the_numbers_of_one():
-    first, second = run_ranks(fused_on_a_rank, 2, tensor_model_parallel_size=2)
-    tokens, hidden, weight, logits, c, e = case()
-    values, of_hidden, of_weight = of_head(hidden, weight, tokens, c)
-    of_rows = of_hidden.transpose(0, 1)
-    hidden_gradients = {
-        "NeMo-RL whole": (first["NeMo-RL whole"][1], of_rows),
-        "NeMo-RL SP": (torch.cat([first["NeMo-RL SP"][1], second["NeMo-RL SP"][1]]), of_rows),
-        # Each rank's part, which the gather of sequence-parallel hidden states adds up.
-        "SkyRL fused": (first["SkyRL fused"][1] + second["SkyRL fused"][1], of_hidden),
-    }
-    for name, (mine, theirs) in hidden_gradients.items():
-        assert torch.equal(first[name][0], second[name][0]) and relative(first[name][0], values) < LIMIT, name
-        assert relative(mine, theirs) < LIMIT, name
-        assert relative(torch.cat([first[name][2], second[name][2]]), of_weight) < LIMIT, name
-    _, entropy, of_entropy = of_logits(logits, tokens, torch.zeros_like(c), e)
-    gradients = {"entropy": (entropy, of_entropy)}
-    gradients |= {f"{name} logits": (values, of_logits(logits, tokens, c)[2]) for name in HOSTS}
-    for name, (value, gradient) in gradients.items():
-        assert relative(first[name][0], value) < LIMIT, name
-        assert relative(torch.cat([first[name][1], second[name][1]], -1), gradient) < LIMIT, name
 
 
 class WithMore(torch.autograd.Function):
@@ -280,33 +166,6 @@ def with_environments(work):
         work(modules[nemo_rl_head.ENVIRONMENTS].ACTOR_ENVIRONMENT_REGISTRY)
 
     return prepared
-
-
-def test_nemo_rl_makes_its_workers_of_our_class():
-    def work(environments):
-        trainer = SimpleNamespace(Policy=Policy)
-        for given in ({}, {"policy_factory": lambda **options: Policy(**options)}):
-            positional, named = nemo_rl_head.with_our_worker(trainer, setup, ("config", "tokenizer"), given)
-            assert setup(*positional, **named).worker == nemo_rl_head.OUR_WORKER
-        assert environments[nemo_rl_head.OUR_WORKER] == "its Python"
-
-    in_fork(with_environments(work))
-
-
-def test_nemo_rls_fused_head_is_ours_in_its_path_of_logits():
-    """NeMo-RL refuses its own with context parallelism and with packed rows: its config has none, and the worker has ours."""
-
-    def work(environments):
-        trainer = SimpleNamespace(Policy=Policy)
-        config = master_config({})
-        config.policy["megatron_cfg"]["use_fused_linear_logprobs"] = True
-        given, named = nemo_rl_head.with_our_worker(trainer, setup, (config, "tokenizer"), {}, has_head=True)
-        assert setup(*given, **named).worker == nemo_rl_head.WORKER_WITH_HEAD
-        assert given[0].policy["megatron_cfg"] == {"enabled": True, "use_fused_linear_logprobs": False}
-        assert config.policy["megatron_cfg"]["use_fused_linear_logprobs"], "the caller's own stays"
-        assert environments[nemo_rl_head.WORKER_WITH_HEAD] == "its Python"
-
-    in_fork(with_environments(work))
 
 
 def test_a_nemo_rl_without_such_workers_is_refused():
@@ -362,6 +221,8 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
                 {"megatron_rl": "grpo.token_mean", "megatron_rl_log_probs": "megatron_rl", "reference_policy_kl_penalty": 0}
             )
             assert trainer.setup(both, tokenizer="tokenizer") == (nemo_rl_head.OUR_WORKER, "NemoLoss")
+            by_factory = {"policy_factory": lambda **options: Policy(**options)}
+            assert trainer.setup(both, "tokenizer", **by_factory) == (nemo_rl_head.OUR_WORKER, "NemoLoss")
             ours = master_config({"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0})
             assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss")
             for one in (alone, ours):
@@ -370,26 +231,16 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
             assert trainer.setup(alone, "tokenizer") == (nemo_rl_head.WORKER_WITH_HEAD, "ClippedPGLossFn")
             assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss"), "NeMo-RL's own switch, without our log-probabilities"
             assert is_fused == [False, True]
+            assert alone.policy["megatron_cfg"]["use_fused_linear_logprobs"], "the caller's own stays"
+            assert environments[nemo_rl_head.WORKER_WITH_HEAD] == environments[nemo_rl_head.OUR_WORKER] == "its Python"
+            both.loss_fn["megatron_rl_log_probs"] = "nemo_rl"
+            assert trainer.setup(both, "tokenizer", **by_factory) == (None, "NemoLoss")
             with pytest.raises(SystemExit):
                 trainer.setup(master_config({"megatron_rl_log_probs": "mine"}), "tokenizer")
-        assert len(calls) == 6 and "is neither megatron_rl" in problems[0]
+        assert len(calls) == 8 and "is neither megatron_rl" in problems[0]
         assert trainer.setup is whole_setup
 
     in_fork(with_environments(work))
-
-
-@pytest.mark.parametrize(
-    ("settings", "trains", "replaces"),
-    [
-        ({"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0}, True, False),
-        ({"megatron_rl": "grpo.token_mean", "megatron_rl_log_probs": "megatron_rl", "reference_policy_kl_penalty": 0}, True, True),
-        ({"megatron_rl_log_probs": "megatron_rl"}, False, True),
-        ({"megatron_rl_log_probs": "nemo_rl", "megatron_rl": "grpo.token_mean"}, True, False),
-    ],
-)
-def test_nemo_rl_has_our_log_probabilities_beside_our_loss_or_its_own(settings, trains, replaces):
-    launch, has_log_probs = nemo_rl.judge(master_config(settings))
-    assert (launch is not None, has_log_probs) == (trains, replaces)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +336,7 @@ def nemo_rl_calls(rank: int, tp: int) -> None:
             found = module.from_parallel_logits_to_logprobs_packed_sequences(*given, **own, group=group, cp_group=alone, **options)
         else:
             found = module.from_parallel_logits_to_logprobs(leaf, tokens, **own, tp_group=group, cp_group=alone, **options)
-        clipped_loss(found, c).backward()
+        total_of({"log_probs": found}, c).backward()
         return {"log_probs": found}, [leaf.grad]
 
     calls = [
@@ -504,43 +355,10 @@ def nemo_rl_calls(rank: int, tp: int) -> None:
     assert not hasattr(module.DistributedLogprobWithSampling, log_probs.MARK)
 
 
-def clipped_loss(log_probs, advantages):
-    """A clipped ratio, on both sides of the clip."""
-    ratio = (log_probs - log_probs.detach() + 0.4 * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
-
-
-def nemo_rls_own_loss(rank: int) -> None:
-    """Its ClippedPGLossFn through its LossPostProcessor, on real context-parallel ranks, in each packing, with its functions and
-    with ours: the reported loss, and the gradient of each log-probability."""
-    group = dist.group.WORLD
-    own, call = load_nemo_rl(group)
-    chosen = [case for case in nemo_rl_cases.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
-    chosen = [case for case in chosen if group.size() == 1 or case.packing != "rows"]
-    assert {case.packing for case in chosen} == set(nemo_rl_cases.PACKINGS[group.size() > 1 :])
-
-    def results():
-        found = []
-        for case in chosen:
-            settings = {"reference_policy_kl_penalty": 0.1, "ratio_clip_min": 0.2, "ratio_clip_max": 0.28}
-            loss = own(settings)
-            found.append(nemo_rl_cases.run_step(case, nemo_rl_cases.make_step(case), loss, call=call, cp_group=group))
-        return found
-
-    theirs, ours = before_and_after(
-        results, lambda: importlib.import_module("megatron_rl.hosts.heads.nemo_rl").install("NeMo-RL", "a revision")
-    )
-    assert hasattr(NEMO_RL.load("nemo_rl.distributed.model_utils").DistributedLogprob, log_probs.MARK)
-    for their_result, result in zip(theirs, ours, strict=True):
-        assert result.loss == pytest.approx(their_result.loss, rel=OF_GRADIENTS)
-        largest = max(float(gradient.abs().max()) for gradient in their_result.gradients)
-        for their_gradient, gradient in zip(their_result.gradients, result.gradients, strict=True):
-            assert float((gradient - their_gradient).abs().max()) < OF_GRADIENTS * largest
-
-
 def nemo_rls_own_loss_of_our_head(rank: int) -> None:
-    """The same from hidden states, through its forward_with_post_processing_fn, at a temperature: by a product that makes logits,
-    and by our head. The gradients are of the numbers that hidden states are made of, and of the weight."""
+    """Its ClippedPGLossFn on real context-parallel ranks, in each packing, from hidden states through its
+    forward_with_post_processing_fn, at a temperature: by a product that makes logits and NeMo-RL's functions, and by our head. The
+    gradients are of the numbers that hidden states are made of, and of the weight."""
     group = dist.group.WORLD
     weight = torch.eye(50) + 0.2 * torch.randn(50, 50, generator=torch.Generator().manual_seed(3))
     leaf = weight.requires_grad_()
@@ -586,12 +404,6 @@ def test_nemo_rls_own_loss_has_its_own_gradients_by_our_head(cp):
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
-@pytest.mark.parametrize("cp", [1, 2])
-def test_nemo_rls_own_loss_has_its_own_gradients_by_our_functions(cp):
-    run_ranks(nemo_rls_own_loss, cp, timeout=500, use_megatron=False)
-
-
-@pytest.mark.host("NEMO_RL_ROOT")
 @pytest.mark.megatron
 @pytest.mark.parametrize("tp", [1, 2])
 def test_nemo_rl_has_its_own_numbers_by_our_functions(tp):
@@ -607,17 +419,6 @@ def skyrl_calls(rank: int, tp: int) -> None:
     own = {"vocab_start_index": rank * shard, "vocab_end_index": (rank + 1) * shard}
     alone = [dist.new_group([each]) for each in range(tp)][rank]
 
-    ppo_policy_loss = SKYRL.load(skyrl.TABLES).ppo_policy_loss
-    correction = SimpleNamespace(**dict.fromkeys((*skyrl.SWITCHES, *skyrl.MASK_SWITCHES)))
-    config = SimpleNamespace(policy_loss_type="regular", eps_clip_low=0.2, eps_clip_high=0.28, off_policy_correction=correction)
-
-    def total(found):
-        """SkyRL's own loss, and an entropy bonus."""
-        log_probs = found["log_probs"]
-        old = log_probs.detach() + 0.4 * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
-        whole, _ = ppo_policy_loss(log_probs, old, c.float(), config, torch.ones_like(old))
-        return whole + (e * found["entropy"]).sum() if "entropy" in found else whole
-
     def from_logits(packed=False, has_entropy=False, **options):
         leaf = logits.chunk(tp, -1)[rank].clone().requires_grad_()
         given = leaf * 1.0
@@ -629,7 +430,7 @@ def skyrl_calls(rank: int, tp: int) -> None:
         found = {"log_probs": values}
         if has_entropy:
             found["entropy"] = module.vocab_parallel_entropy(given, chunk_size=options.get("chunk_size"))
-        total(found).backward()
+        total_of(found, c, e).backward()
         return found, [leaf.grad]
 
     def from_hidden(packed=False, **options):
@@ -640,7 +441,7 @@ def skyrl_calls(rank: int, tp: int) -> None:
             values = module.from_parallel_hidden_to_logprobs_packed_sequences(*flat, **own, group=group, **kept)
         else:
             values = module.from_parallel_hidden_to_logprobs(*leaves, tokens, **own, tp_group=group, **kept)
-        total({"log_probs": values}).backward()
+        total_of({"log_probs": values}, c).backward()
         found = {"log_probs": values}
         with torch.no_grad():
             found["entropy"] = module._fused_vocab_parallel_entropy_from_hidden(*leaves, group, 3, options.get("temperature", 1.0))

@@ -323,21 +323,6 @@ def test_the_clip_of_train_rl_does_not_reach_a_loss_without_one(name, own_losses
     assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
 
 
-def test_ratios_to_a_sampler_that_scores_what_it_kept_are_refused():
-    """Its engine reports the whole vocabulary unless it is told otherwise."""
-    args = {
-        **{"loss_aggregation": "token_mean", "perform_rl_step": True, "rl_use_sequence_packing": True},
-        **{"rl_inference_logprobs_is_correction": True, "rl_importance_sampling_truncation_coef": 2.0},
-        **{"rl_default_top_p": 0.9, "rl_default_top_k": -1},
-    }
-    megatron_lm_config(Namespace(**args))
-    args["inference_dynamic_batching_logprobs_mode"] = "processed_logprobs"
-    with pytest.raises(ConfigError, match="--rl-default-top-p 0.9 beside --importance-correction tis: .*turn --rl-default-top-p"):
-        megatron_lm_config(Namespace(**args))
-    megatron_lm_config(Namespace(**args | {"rl_default_top_p": 0.0}))
-    megatron_lm_config(Namespace(**args | {"rl_inference_logprobs_is_correction": False}))
-
-
 def test_doctor_asks_the_parser_of_megatron_lm(monkeypatch, capsys):
     arguments = ModuleType("megatron.training.arguments")
     arguments.parse_args = lambda extra_args_provider=None: extra_args_provider(ArgumentParser()).parse_args()

@@ -17,12 +17,12 @@ import nemo_rl_cases as cases
 import pytest
 import torch
 from dense_row_cases import LOSSES, logits_of, too_large
-from forked import forked
+from forked import forked, in_fork
 from host_checkouts import NEMO_RL
 from nemo_rl_cases import Case
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import launch, nemo_rl, nemo_rl_loss, run
+from megatron_rl.hosts import launch, nemo_rl, nemo_rl_loss
 from megatron_rl.hosts.choice import read_word
 from megatron_rl.hosts.dense_rows import carry_prompt_weights
 from megatron_rl.layout.context_parallel import chunk_spans
@@ -35,37 +35,26 @@ def test_the_parts_of_a_metric_add_up_to_a_share_of_the_step():
     assert 0 < sum(metrics["clipped_ratio_fraction"] for metrics in found.metrics) < 1
 
 
-def test_kl_is_the_hosts_and_keeps_its_weight():
-    case = Case(loss="gspo", aggregation="constant", sizes=(3, 5))
-    step = cases.make_step(case)
-    without, with_kl = (cases.run_step(case, step, cases.make_loss(case, reference_policy_kl_penalty=k)) for k in (0.0, 0.1))
+def kl_by_hand(step: cases.Step, estimator: str | None, coefficient: float) -> tuple[float, list[torch.Tensor]]:
+    """Term and gradient in float64: each estimate by its formula, a mean over the samples; None: k3 of the host, a mean over
+    tokens. The reference is 0.3 above the old policy."""
     num_tokens = sum(sum(sample.loss_mask) for sample in step.samples)
-    total = 0.0
-    for index, sample in enumerate(step.samples):
-        mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
-        gap = torch.tensor(sample.old_log_probs, dtype=torch.float64) + 0.3 - step.log_probs[index]
-        expected = 0.1 * (1 - gap.exp()) * mask / num_tokens
-        total += float((0.1 * (gap.exp() - 1 - gap) * mask / num_tokens).sum())
-        assert torch.allclose(with_kl.gradients[index] - without.gradients[index], expected, rtol=1e-4, atol=1e-8)
-    assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
-
-
-def kl_by_hand(step: cases.Step, estimator: str, coefficient: float) -> tuple[float, list[torch.Tensor]]:
-    """The term and its gradient in float64: each estimate by its formula, a mean over the samples. The reference is 0.3 above the
-    old policy."""
     total, gradients = 0.0, []
     for index, sample in enumerate(step.samples):
         mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
         moved = step.log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
         d, rho = moved - 0.3, moved.exp()
-        value, derivative = {"k2": (d.square() / 2, d), "unbiased": (rho * ((-d).exp() - 1 + d), rho * d)}[estimator]
-        weight = coefficient * mask / max(float(mask.sum()), 1) / len(step.samples)
+        k3 = (-d).exp() - 1 + d
+        estimates = {None: (k3, 1 - (-d).exp()), "k2": (d.square() / 2, d), "unbiased": (rho * k3, rho * d)}
+        value, derivative = estimates[estimator]
+        number = num_tokens if estimator is None else max(float(mask.sum()), 1) * len(step.samples)
+        weight = coefficient * mask / number
         total += float((weight * value).sum())
         gradients.append(weight * derivative)
     return total, gradients
 
 
-def check_kl(case: Case, estimator: str, **by: Any) -> None:
+def check_kl(case: Case, estimator: str | None, **by: Any) -> None:
     """by: a call and a cp_group of nemo_rl_cases.run_step, and NeMo-RL's own loss."""
     step, own = cases.make_step(case), by.pop("own", cases.OwnLoss)
     settings = {"reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": estimator}
@@ -74,12 +63,12 @@ def check_kl(case: Case, estimator: str, **by: Any) -> None:
     for plain, found, expected in zip(without.gradients, with_kl.gradients, gradients, strict=True):
         assert torch.allclose((found - plain).double(), expected, rtol=1e-4, atol=1e-8)  # a difference of float32 gradients
     assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
-    assert sum(log["kl_penalty"] for log in with_kl.metrics) == pytest.approx(total / 0.1, rel=1e-4)
+    assert estimator is None or sum(log["kl_penalty"] for log in with_kl.metrics) == pytest.approx(total / 0.1, rel=1e-4)
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "prompt_mean"])
-@pytest.mark.parametrize("estimator", ["k2", "unbiased"])
-def test_kl_by_an_estimator_of_ours_is_the_mean_over_samples(estimator, aggregation):
+@pytest.mark.parametrize("estimator", [None, "k2", "unbiased"])
+def test_kl_is_the_hosts_with_its_own_weight_and_by_an_estimator_of_ours_the_mean_over_samples(estimator, aggregation):
     check_kl(Case(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=2, packing="a call a sequence"), estimator)
 
 
@@ -98,15 +87,6 @@ def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():
         gradients.append(log_probs.grad)
         assert not penalty or torch.equal(unfiltered.grad != 0, mask)
     assert torch.equal(*gradients[:2]) and torch.equal(*gradients[1:])
-
-
-def test_a_kl_term_that_is_not_finite_is_refused():
-    case = Case(loss="grpo", aggregation="token_mean")
-    step = cases.make_step(case)
-    step.columns["reference_policy_logprobs"] = torch.full_like(step.columns["token_mask"].float(), math.nan)
-    loss = cases.make_loss(case, reference_policy_kl_penalty=0.1, megatron_rl_kl_estimator="k3")
-    with pytest.raises(DataError, match="the KL estimate k3 is not finite"):
-        cases.run_step(case, step, loss)
 
 
 @pytest.mark.parametrize(
@@ -146,18 +126,16 @@ def test_a_worker_imports_a_loss_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     case = Case(loss="gmpo", aggregation="token_mean", sizes=(3, 5))
 
-    def driver() -> int:
+    def driver() -> None:
         found = nemo_rl.read(cases.master_config({"megatron_rl": "my_losses.mine.token_mean"}))
         (tmp_path / "loss").write_bytes(pickle.dumps(nemo_rl.NemoLoss(cases.make_loss(case).own, found, 16)))
-        return 0
 
-    def worker() -> int:
+    def worker() -> None:
         found = cases.run_step(case, cases.make_step(case), pickle.loads((tmp_path / "loss").read_bytes()))
-        return int(not (found.loss != 0 and any(gradient.any() for gradient in found.gradients)))
+        assert found.loss != 0 and any(gradient.any() for gradient in found.gradients)
 
-    for work in (driver, worker):
-        code, _, error = forked(work)
-        assert code == 0, error[-2000:]
+    in_fork(driver)
+    in_fork(worker)
 
 
 # Refusals
@@ -415,17 +393,15 @@ def test_a_line_is_composed_by_nemo_rls_own_functions(script, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(script.parent))
 
-    def work() -> int:
+    def work() -> None:
         line = ["-m", "megatron_rl.hosts.launch", str(script), "--config", "run.yaml", "++loss_fn.megatron_rl=gspo.token_mean"]
         assert nemo_rl.check(nemo_rl.compose(line)) == [
             "megatron_rl=gspo.token_mean in NeMo-RL, clip 0.0003/0.0004 (the loss's own clip)"
         ]
         with pytest.raises(ConfigError, match="NeMo-RL's own reader refuses the line: no loss_fn"):
             nemo_rl.compose([str(script), "loss_fn.megatron_rl=gspo.token_mean"])
-        return 0
 
-    code, _, error = forked(work)
-    assert code == 0, error[-2000:]
+    in_fork(work)
 
 
 @pytest.mark.parametrize(
@@ -481,16 +457,9 @@ def test_a_replay_counts_where_nemo_rl_can_do_it(has_mask, monkeypatch):
     [
         ("run_grpo.py", "algorithms.grpo import setup", "algorithms.ppo import setup", "does not import nemo_rl.algorithms.grpo"),
         ("run_grpo.py", "loss = setup", "sys.exit(0)\nloss = setup", None),
-        (
-            "nemo_rl/algorithms/grpo.py",
-            "global_valid_seqs",
-            "step_counts",
-            "ClippedPGLossFn.__call__ takes .*step_counts.*grpo.py:4\\)",
-        ),
-        ("nemo_rl/algorithms/grpo.py", "def _create", "def create", "_create_advantage_estimator is missing"),
     ],
 )
-def test_another_contract_and_another_trainer_are_refused(script, file, old, new, message):
+def test_another_trainer_is_refused(script, file, old, new, message):
     path = script.parent / file
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
@@ -500,24 +469,6 @@ def test_another_contract_and_another_trainer_are_refused(script, file, old, new
         return
     assert (code, out) == (2, "")
     assert re.search(message, error), error
-
-
-@pytest.mark.parametrize(
-    ("places", "speaks"),
-    [
-        ({"dp_cp": (0, 2), "tp": (0, 2), "pp": (1, 2)}, True),  # of the last stage, where rank 0 is not
-        ({"dp_cp": (0, 2), "tp": (0, 2), "pp": (0, 2)}, False),
-        ({"dp_cp": (0, 2), "tp": (1, 2), "pp": (1, 2)}, False),
-        ({"dp_cp": (1, 2), "tp": (0, 2), "pp": (1, 2)}, False),
-    ],
-)
-def test_one_rank_of_the_last_stage_says_the_line(places, speaks, monkeypatch):
-    def group(given, name):
-        rank, size = places[name]
-        return SimpleNamespace(rank=lambda: rank, size=lambda: size)
-
-    monkeypatch.setattr(run, "resolve_group", group)
-    assert run.is_first_rank() is speaks
 
 
 # NeMo-RL's own code
@@ -616,7 +567,7 @@ def test_nemo_rls_own_loss_path_is_exact_with_our_kl(cp):
 def test_the_tokens_that_nemo_rls_own_filter_leaves_out_are_found():
     """FB-161: sampler and trainer keep by top-p 0.8, their logits differ in rounding; NeMo-RL's filter and mask make the scores."""
 
-    def work() -> int:
+    def work() -> None:
         keep = NEMO_RL.load("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
         mask_out = NEMO_RL.load("nemo_rl.algorithms.utils").mask_out_neg_inf_logprobs
         generator = torch.Generator().manual_seed(0)
@@ -639,17 +590,15 @@ def test_the_tokens_that_nemo_rls_own_filter_leaves_out_are_found():
         assert bool(found[is_left_out].all()), "each of them"
         others = found & ~is_left_out  # one token is left in the trainer's set, and more in the sampler's
         assert bool(is_sure[others].all()) and int(others.sum()) < int((is_sure & ~is_left_out).sum()) / 10
-        return 0
 
-    code, out, error = forked(work)
-    assert code == 0, out + error[-2000:]
+    out, _ = in_fork(work)
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
 def test_our_adapter_fits_nemo_rls_own_trainer():
     """Its loss and estimators as the launcher wraps them; setup, which starts a cluster, is replaced by what it does with them."""
 
-    def work() -> int:
+    def work() -> None:
         trainer = NEMO_RL.load(nemo_rl.TRAINER)
         nemo_rl.CONTRACT.check()
 
@@ -670,7 +619,5 @@ def test_our_adapter_fits_nemo_rls_own_trainer():
         plain = trainer._create_advantage_estimator(config).compute_advantage(**given)
         factors = torch.tensor([4 / 2 * 4 / 5, 4 / 2 * 1 / 5, 1.0, 1.0])[:, None]
         assert torch.allclose(weighed, plain * factors * mask, rtol=1e-5)
-        return 0
 
-    code, _, error = forked(work)
-    assert code == 0, error[-2000:]
+    in_fork(work)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from argparse import Namespace
 
 import pytest
 import torch
 from helpers import counted_collectives, error_of, pool_of, set_global_args, zigzag
 
-import megatron_rl
 from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 
 MODES = {
@@ -221,43 +217,6 @@ def test_a_launch_of_a_wrong_scale_never_gets_a_reducer(settings, per_token, say
         arguments(**settings)
     with pytest.raises(ConfigError, match=says):
         call_as_hosts(RESPONSES, per_token)
-
-
-PACKAGE = os.path.dirname(megatron_rl.__file__) + os.sep
-# Of the package, from the call of the factory to the sum and its gradient, once the launch is judged.
-MOST_FILES = {"one rank": 7, "cp 2, guarded": 8}
-
-
-def files_of_a_call(rank: int, cp_size: int, is_guarded: bool) -> set[str]:
-    args = arguments(loss_aggregation="constant", loss_aggregation_divisor=2.0)
-    if is_guarded:
-        RUNS.of(args).guard.arm(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-    files: set[str] = set()
-
-    def profile(frame, event: str, argument) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
-
-    x = torch.ones(len(local_indices(32, 16, rank, cp_size)), requires_grad=True)
-    for profiler in (None, profile):
-        sys.setprofile(profiler)
-        try:
-            get_pg_loss_reducer([32], [16], [torch.ones(16, dtype=torch.int32)])(x).backward()
-        finally:
-            sys.setprofile(None)
-    return files - {"megatron/cpu.py"}  # torch's functions for ranks without a GPU
-
-
-def test_few_files_lie_between_the_call_of_a_reducer_and_its_sum():
-    """The first call judges the launch and enters twenty more."""
-    files = files_of_a_call(0, 1, False)
-    assert len(files) == MOST_FILES["one rank"], sorted(files)
-
-
-@pytest.mark.megatron
-def test_context_parallelism_and_the_guard_add_one_file(pool):
-    for files in pool.run(files_of_a_call, 2, True, world_size=2, context_parallel_size=2):
-        assert len(files) == MOST_FILES["cp 2, guarded"], sorted(files)
 
 
 MASK = torch.tensor([1, 0, 1])

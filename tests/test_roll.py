@@ -16,7 +16,7 @@ import pytest
 import roll_cases as cases
 import torch
 from dense_row_cases import LOSSES, VOCABULARY, too_large
-from forked import forked
+from forked import forked, in_fork
 from host_checkouts import ROLL
 from roll_cases import Case
 
@@ -185,7 +185,7 @@ class ActorWorker:
 def started(old: str = "", new: str = "", **settings: object) -> tuple[int | None, str, str]:
     """Our worker on an emulated ROLL, in which `old` is `new`."""
 
-    def work() -> int:
+    def work() -> None:
         worker = started_with(cases.worker_config("gspo.prompt_mean"), old, new, **settings)
         print(worker.loss.launch, worker.strategy.train_step.__wrapped__.__name__)
         return 0
@@ -220,9 +220,7 @@ def test_our_worker_reads_its_settings_before_the_model_is_made():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("self, data, output_tensor", "self, data, logits", r"ActorWorker.loss_func takes \(self, data, logits\)"),
         ("batch, loss_func", "batch", "Strategy.train_step takes"),
-        ("_get_feature_on_this_cp_rank", "get_feature", "_get_feature_on_this_cp_rank is missing, and .* was probed .roll"),
     ],
 )
 def test_another_contract_is_refused(old, new, message):
@@ -287,7 +285,5 @@ def test_our_worker_and_settings_fit_roll():
             assert vars(given).keys() <= fields.keys()
         defaults = {name: config.RLVRConfig.__dataclass_fields__[name].default for name in roll.ONLY}
         assert defaults == {name: only for name, (only, _) in roll.ONLY.items()}
-        return 0
 
-    code, _, error = forked(work)
-    assert code == 0, error[-2000:]
+    in_fork(work)

@@ -13,10 +13,10 @@ import own_log_probs
 import pytest
 import roll_cases
 import torch
+from forked import in_fork
 from helpers import error_of
 from host_checkouts import ROLL
-from linear_cases import relative
-from test_host_log_probs import LIMIT, before_and_after, in_fork, nearly_equal, rows, truth
+from test_host_log_probs import before_and_after, nearly_equal, roll_with_ours, rows
 from test_roll import started_with
 
 from megatron_rl.errors import ConfigError
@@ -29,35 +29,10 @@ def install() -> None:
     importlib.import_module("megatron_rl.hosts.heads.roll").install("ROLL", roll.PROBED)
 
 
-def on_a_rank(rank: int, tp: int):
-    """log-probabilities, entropy and the gradient of ROLL's strategy with ours; it reads the logits twice."""
-    module = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"]
-    install()
-    logits, labels, _, c, e = rows()
-    leaf = logits.chunk(tp, 1)[rank].clone().requires_grad_()
-    strategy = module.MegatronInferStrategy()
-    values, entropy = strategy.op_compute_log_probs(leaf[None], labels[None]), strategy.op_compute_entropy(leaf[None])
-    ((c * values).sum() + (e * entropy).sum()).backward()
-    return values.detach()[0], entropy.detach()[0], leaf.grad
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("tp", [1, 2])
-def test_rolls_strategy_has_exact_numbers_by_our_functions(tp):
-    found = run_ranks(partial(on_a_rank, tp=tp), tp, tensor_model_parallel_size=tp)
-    logits, labels, temperature, c, e = rows()
-    values, entropy, gradient = truth(logits, labels, torch.ones_like(temperature), c, e)
-    for each in found:
-        assert relative(each[0], values) < LIMIT and relative(each[1], entropy) < LIMIT
-    assert relative(torch.cat([each[2] for each in found], 1), gradient) < LIMIT
-
-
 def in_an_order(rank: int, orders: list[tuple[str, ...]]):
     """For each order the gradient by the logits of ROLL's strategy with ours, or the error. The logits are no leaf."""
-    module = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"]
-    install()
     logits, labels, _, c, e = rows()
-    strategy, found = module.MegatronInferStrategy(), []
+    strategy, found = roll_with_ours().MegatronInferStrategy(), []
     for order in orders:
         leaf = logits.clone().requires_grad_()
         of_model = (leaf * 1.0)[None]
@@ -143,12 +118,6 @@ def test_another_strategy_than_megatrons_is_refused():
     worker.strategy_args.strategy_name = "fsdp2_train"
     with pytest.raises(ConfigError, match=r"LOG_PROBS=megatron_rl with strategy_name=fsdp2_train: it acts in"):
         roll.has_log_probs(worker)
-
-
-def test_a_misspelt_name_is_refused():
-    worker = roll_cases.worker_config("grpo.token_mean", MEGATRON_RL_LOG_PROB="megatron_rl")
-    with pytest.raises(ConfigError, match=r"MEGATRON_RL_LOG_PROB=megatron_rl has no effect"):
-        roll.read(worker, roll_cases.pipeline_config())
 
 
 # ROLL's own code

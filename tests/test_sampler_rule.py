@@ -14,9 +14,6 @@ PENALTY, DRAFT = ("repetition_penalty=1.1",), ("speculative_config",)
 KEPT, WHOLE = "processed_logprobs", "raw_logprobs"
 REPLAYED = {"kept": TOP_P, "mode": KEPT, "replayed": "replay=true"}
 FILTERED = {"kept": TOP_P, "mode": KEPT, "recomputes": True}
-KEPT, WHOLE = "processed_logprobs", "raw_logprobs"
-REPLAYED = {"kept": TOP_P, "mode": KEPT, "replayed": "replay=true"}
-FILTERED = {"kept": TOP_P, "mode": KEPT, "recomputes": True}
 ROWS = {
     # name: (the sampler, what reads its scores, the problem or None)
     "nothing is left out": ({"mode": KEPT}, TIS, None),

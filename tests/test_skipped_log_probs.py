@@ -184,16 +184,7 @@ def test_lengths_are_those_of_the_ranks_own_tokens(pool, cp_size, layout):
 
 
 MOVED = [
-    pytest.param("", "has no MegatronTrainRayActor.compute_log_prob .slime/actor.py.", id="no actor"),
     pytest.param(ACTOR.replace("store_prefix", "prefix"), "compute_log_prob has no argument store_prefix", id="another prefix"),
-    pytest.param(
-        ACTOR.replace("(self, data_iterator, num", "(self, num"),
-        r"compute_log_prob takes \(self, num_microbatches",
-        id="other arguments",
-    ),
-    pytest.param(
-        ACTOR.replace("self.compute_log_prob(", "self.score("), "train_actor does not call .*compute_log_prob", id="renamed"
-    ),
     pytest.param(
         ACTOR.replace("    compute_advantages_and_returns(", "    advantages("),
         "train_actor does not call compute_advantages_and_returns",

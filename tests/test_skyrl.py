@@ -17,7 +17,7 @@ import pytest
 import skyrl_cases as cases
 import torch
 from dense_row_cases import LOSSES, RowCase, samples_of, too_large
-from forked import forked
+from forked import forked, in_fork
 from host_checkouts import SKYRL
 
 from megatron_rl.errors import ConfigError, DataError
@@ -106,7 +106,7 @@ def test_a_batch_that_cannot_be_trained_is_refused(loss, change, error, message)
 
 
 def started(*words: str, old: str = "", new: str = "") -> tuple[int | None, str, str]:
-    def work() -> int:
+    def work() -> None:
         sys.modules.update(cases.emulated_skyrl(old, new))
         sys.argv[1:] = [f"trainer.override_entrypoint={skyrl.__name__}", *words]
         skyrl.main()
@@ -199,8 +199,6 @@ def test_a_registered_loss_can_be_sent_to_workers():
     ("old", "new", "message"),
     [
         ("", "", "policy_loss_type=megatron_rl.gspoo is not proportional"),
-        ("max_seq_len, prompt", "prompt", "apply_loss_reduction_to_advantages_minibatch takes"),
-        ("def apply_off_policy_correction", "def correct", "apply_off_policy_correction is missing"),
     ],
 )
 def test_a_bad_line_and_another_contract_end_before_ray_starts(old, new, message):
@@ -224,10 +222,8 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
         corrections.off_policy_correction_enabled = lambda off_policy_correction: False
         scale = tables.apply_loss_reduction_to_advantages_minibatch
         print(json.dumps({str(case): cases.error_of(case, scale) for case in cases.matrix(LOSSES)}))
-        return 0
 
-    code, out, error = forked(work, seconds=300)
-    assert code == 0, error[-2000:]
+    out, _ = in_fork(work, seconds=300)
     found = json.loads(out.splitlines()[-1])
     print(f"worst {max(found.values()):.1e} of {len(found)}")
     assert len(found) == 90 and not too_large(found)
@@ -237,7 +233,7 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
 def test_skyrls_own_trainer_weighs_trajectories_of_several_rows_once():
     """FB-141: through its batch, its padding and its scaled advantages, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) by hand."""
 
-    def work() -> int:
+    def work() -> None:
         tables, trainer = SKYRL.load(skyrl.TABLES), SKYRL.load(skyrl_driver.TRAINER)
         skyrl.register(tables.PolicyLossRegistry, skyrl.Words())
         SKYRL.load(skyrl.CORRECTIONS).off_policy_correction_enabled = lambda off_policy_correction: False
@@ -248,10 +244,8 @@ def test_skyrls_own_trainer_weighs_trajectories_of_several_rows_once():
             owner.convert_to_training_input, owner._normalize_advantages = own
             found[str(case)] = cases.error_of(case, trainer=trainer)
         print(json.dumps(found))
-        return 0
 
-    code, out, error = forked(work, seconds=300)
-    assert code == 0, error[-2000:]
+    out, _ = in_fork(work, seconds=300)
     found = json.loads(out.splitlines()[-1])
     print(f"worst {max(found.values()):.1e} of {len(found)}")
     assert len(found) == 22 and max(found.values()) <= 1e-6, found  # float32 numbers against a float64 step

@@ -6,8 +6,7 @@ import gc
 import math
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -39,59 +38,46 @@ class Policy(nn.Module):
         return logits_of(self.table * self.norm.weight, rows)
 
 
-class Trainer:
-    """A trainer on an emulated host, as a list of calls that others may come between. bad_step: the step with an advantage that
-    is not finite. Its record has each loss, gradient and error."""
-
-    def __init__(self, case: HostCase, is_guarded: bool, bad_step: int, divisor: float | None):
-        self.case, self.step, self.host = case, case.step(), make_host(case.host, {})
-        self.args = host_args(case)
-        if divisor is not None:
-            self.args.loss_aggregation_divisor = divisor
-        self.policy = Policy(self.step.logits.float(), case.per_token)
-        self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=0.5)
-        self.is_guarded, self.bad_step, self.record = is_guarded, bad_step, []
-
-    def calls(self) -> list[Callable[[], None]]:
-        of_steps = [self._calls_of_step(number) for number in range(NUM_STEPS)]
-        return [self._init, *chain.from_iterable(of_steps)]
-
-    def _init(self) -> None:
-        self.data = train_data(self.host, self.args, self.step)
-
-    def _calls_of_step(self, number: int) -> list[Callable[[], None]]:
-        micro_batches = deal(self.case, 0, 1)
-        passes = [lambda samples=samples: self._pass(number, samples, len(micro_batches)) for samples in micro_batches]
-        return [lambda: self._begin(number), *passes, self._end]
-
-    def _begin(self, number: int) -> None:
-        self.optimizer.zero_grad()
-        if self.is_guarded:
-            before_train_step(self.args, 7, number, [self.policy], self.optimizer, None)
-
-    def _pass(self, number: int, samples: list[int], num_microbatches: int) -> None:
-        rows, batch = micro_batch(self.host, self.args, self.case, self.step, self.data, samples)
-        if number == self.bad_step:
-            batch["advantages"][0][0] = math.inf
-        with exact_cross_entropy():
-            settings = {"num_microbatches": num_microbatches, "num_rollouts": len(set(self.data["rollout_ids"]))}
-            loss, _, log = self.host.loss_function(self.args, batch, self.policy(rows), **settings)
-        loss.backward()
-        self.record += [loss.detach().clone(), log["values"]]
-
-    def _end(self) -> None:
-        self.record += [self.policy.table.grad.clone(), error_of(self.optimizer.step), self.policy.table.detach().clone()]
+def training(record: list, case: HostCase, is_guarded: bool, bad_step: int, divisor: float | None) -> Iterator[Namespace]:
+    """A trainer on an emulated host, which gives way to others after each call of its host; the first time with its arguments.
+    record: gets each loss, gradient and error. bad_step: the step with an advantage that is not finite."""
+    step, host, args = case.step(), make_host(case.host, {}), host_args(case)
+    if divisor is not None:
+        args.loss_aggregation_divisor = divisor
+    policy = Policy(step.logits.float(), case.per_token)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
+    yield args
+    data, micro_batches = train_data(host, args, step), deal(case, 0, 1)
+    settings = {"num_microbatches": len(micro_batches), "num_rollouts": len(set(data["rollout_ids"]))}
+    for number in range(NUM_STEPS):
+        yield args
+        optimizer.zero_grad()
+        if is_guarded:
+            before_train_step(args, 7, number, [policy], optimizer, None)
+        for samples in micro_batches:
+            yield args
+            rows, batch = micro_batch(host, args, case, step, data, samples)
+            if number == bad_step:
+                batch["advantages"][0][0] = math.inf
+            with exact_cross_entropy():
+                loss, _, log = host.loss_function(args, batch, policy(rows), **settings)
+            loss.backward()
+            record += [loss.detach().clone(), log["values"]]
+        yield args
+        record += [policy.table.grad.clone(), error_of(optimizer.step), policy.table.detach().clone()]
 
 
-def play(trainers: Sequence[Trainer]) -> list[list]:
+def play(*cases: tuple) -> list[list]:
     """The records of trainers whose calls take turns. Each sets Megatron's arguments before its own, as each host's actor does."""
-    lists = [trainer.calls() for trainer in trainers]
-    for turn in range(max(map(len, lists))):
-        for trainer, calls in zip(trainers, lists, strict=True):
-            if turn < len(calls):
-                set_global_args(trainer.args)
-                calls[turn]()
-    return [trainer.record for trainer in trainers]
+    records: list[list] = [[] for _ in cases]
+    playing = [training(record, *case) for record, case in zip(records, cases, strict=True)]
+    arguments = {trainer: next(trainer) for trainer in playing}
+    while playing:
+        for trainer in [*playing]:
+            set_global_args(arguments[trainer])
+            if next(trainer, None) is None:
+                playing.remove(trainer)
+    return records
 
 
 def bits(record: list) -> list:
@@ -99,8 +85,8 @@ def bits(record: list) -> list:
 
 
 def records_on_rank(rank: int, *cases: tuple) -> tuple[list, list]:
-    alone = [bits(play([Trainer(*case)])[0]) for case in cases]
-    return alone, [bits(record) for record in play([Trainer(*case) for case in cases])]
+    alone = [bits(record) for case in cases for record in play(case)]
+    return alone, [bits(record) for record in play(*cases)]
 
 
 # (case, is guarded, the step with data that is not finite, divisor)

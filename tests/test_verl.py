@@ -22,7 +22,7 @@ import torch
 import verl_cases as cases
 from adapter_cases import CORRECTIONS, SAMPLER_GAP
 from dense_row_cases import AGGREGATIONS, largest_error, samples_of, truth
-from forked import forked
+from forked import in_fork
 from helpers import names_forgotten
 from host_checkouts import VERL
 from verl_cases import ActorConfig, Case
@@ -486,14 +486,12 @@ def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 
 def errors_by_verl(chosen: list[Case]) -> dict[str, float]:
-    def work() -> int:
+    def work() -> None:
         ppo_loss, config_of = load_verl()
         found = {str(case): error_of(case, ppo_loss, config_of(case)) for case in chosen}
         print(json.dumps(found))
-        return 0
 
-    code, out, error = forked(work)
-    assert code == 0, error[-2000:]
+    out, _ = in_fork(work)
     return json.loads(out)
 
 
@@ -523,7 +521,7 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
     corrected = Case(loss="cispo", aggregation="token_mean", dp=2, cp=2, sizes=(1, 3), num_samples=14)
     compared = [Case(loss=loss, aggregation=one, sizes=(1, 5, 3, 7)) for loss in ("dppo_tv", "dppo_kl") for one in AGGREGATIONS]
 
-    def work() -> int:
+    def work() -> None:
         ppo_loss, config_of = load_verl()
         from megatron_rl.hosts.verl_config import PolicyLoss
 
@@ -539,15 +537,13 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
         for case in compared:
             assert error_of(case, ppo_loss, config_of(case, ratio_truncation=20.0), weights_of_verl) <= TOLERANCE, case
         assert {*verl.own_names()} <= {one.name for one in dataclasses.fields(PolicyLoss)}
-        return 0
 
-    code, _, error = forked(work)
-    assert code == 0, error[-2000:]
+    in_fork(work)
 
 
 @pytest.mark.host("VERL_ROOT")
 def test_verls_own_loss_path_has_our_estimate_of_kl():
-    def work() -> int:
+    def work() -> None:
         ppo_loss, config_of = load_verl()
         case = Case(loss="grpo", aggregation="token_mean")
         samples, log_probs = samples_of(case)
@@ -565,10 +561,8 @@ def test_verls_own_loss_path_has_our_estimate_of_kl():
             gap = log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
             expected = 0.1 * gap.exp() * (gap - 0.3) * torch.tensor(sample.loss_mask) / num_tokens
             assert torch.allclose((found.gradients[index] - plain.gradients[index]).double(), expected, rtol=1e-4, atol=1e-7)
-        return 0
 
-    code, _, error = forked(work)
-    assert code == 0, error[-2000:]
+    in_fork(work)
 
 
 @pytest.mark.host("VERL_ROOT")
@@ -585,7 +579,7 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
     def composed(*words: str):
         return verl.compose(["python3", "-m", verl.MAIN, "--config-name", "ppo_megatron_trainer", *words])
 
-    def work() -> int:
+    def work() -> None:
         make = VERL.load("verl.utils.config", without=("hydra", "omegaconf")).omega_conf_to_dataclass
         actor = make(composed(*line).actor_rollout_ref.actor)
         settings = verl.read(actor).config
@@ -613,25 +607,21 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
             composed("data.no=1")
         with pytest.raises(ConfigError, match="this is another one: start it with MEGATRON_RL_CHECK=1"):
             verl.compose(["python3", "-m", "mine.main_ppo", f"{mode}grpo.token_mean"])
-        return 0
 
-    code, _, error = forked(work)
-    assert code == 0, error[-2000:]
+    in_fork(work)
 
 
 @pytest.mark.host("VERL_ROOT")
 def test_verls_contract_is_the_one_that_was_probed():
     """Red here: verl has moved; read what the line did, then what our loss makes of it."""
 
-    def work() -> int:
+    def work() -> None:
         load_verl()
         verl_step.count_in(VERL.load("verl.workers.engine.base"))
         actor = VERL.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
         names = [*(name for name, _ in verl.THEIRS.values()), "clip_ratio", "loss_agg_mode", "ppo_mini_batch_size"]
         print(json.dumps({name: value_at(actor, name) for name in names}))
-        return 0
 
-    code, out, error = forked(work)
-    assert code == 0, error[-2000:]
+    out, _ = in_fork(work)
     others = {"clip_ratio": 0.2, "loss_agg_mode": verl.TOKEN_MEAN, "ppo_mini_batch_size": 256}
     assert json.loads(out) == dict(verl.THEIRS.values()) | others

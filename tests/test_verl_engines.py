@@ -217,9 +217,10 @@ def before(folder):
 
 
 def trained_by_verl(
-    folder: Path, layout: EngineLayout, runs: list[VerlRun], steps: list[list[Sample]] | None = None
+    folder: Path, layout: EngineLayout, runs: list[VerlRun], batches: list[Rollout] | None = None
 ) -> list[dict[str, torch.Tensor]]:
-    batches = [as_rollout(samples) for samples in steps or rollouts()]
+    """batches: of the steps; None: of rollouts()."""
+    batches = [as_rollout(samples) for samples in rollouts()] if batches is None else batches
     arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, runs, batches)
     return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0]
 
@@ -264,16 +265,12 @@ def test_rollouts_cut_into_rows_leave_the_parameters_of_whole_ones(folder, truth
     """FB-141: a rollout's rows on both data-parallel ranks, in any micro-batch; a rollout without a token; rows that verl adds."""
     rows = [("grpo", aggregation) for aggregation in AGGREGATIONS] + [("cispo", "sample_mean")]
     batches = [cut_into_rows(samples) for samples in rollouts()]
-
-    def trained(rows: list[tuple[str, str]], batches: list[Rollout]) -> list[dict[str, torch.Tensor]]:
-        arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, [verl_run(*row) for row in rows], batches)
-        return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0]
-
-    found = trained(rows, batches)
+    found = trained_by_verl(folder, layout, [verl_run(*row) for row in rows], batches)
     errors = {row: differences(weights, truth[ROWS.index(row)], before) for row, weights in zip(rows, found, strict=True)}
     print(f"largest difference {max(errors.values()):.1e}")
     assert max(errors.values()) < LIMIT, errors
-    (uncounted,) = trained(rows[:1], [replace(batch, sessions=None) for batch in batches])
+    uncounted_batches = [replace(batch, sessions=None) for batch in batches]
+    (uncounted,) = trained_by_verl(folder, layout, [verl_run(*rows[0])], uncounted_batches)
     assert differences(uncounted, truth[0], before) > 1e3 * LIMIT  # else the cut would say nothing
 
 
@@ -306,8 +303,7 @@ def own_and_ours(folder: Path, layout: EngineLayout, **rollout: Any) -> list[dic
 
 def by_own_loss(folder: Path, layout: EngineLayout, batches: list[Rollout]) -> dict[str, torch.Tensor]:
     run = VerlRun(loss_mode="vanilla", actor={"entropy_coeff": 0.3, "clip_ratio_low": 0.1})
-    arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, [run], batches)
-    return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0][0]
+    return trained_by_verl(folder, layout, [run], batches)[0]
 
 
 OF_TWO_TEMPERATURES = [
@@ -369,7 +365,7 @@ def test_verls_kl_term_by_our_estimator_is_that_of_our_trainer(folder, truth, be
     ]
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "unbiased", "loss_agg_mode": "seq-mean-token-mean"}
     layout = replace(FSDP, engine=engine, world_size=2, micro_batch_size=2)
-    (found,) = trained_by_verl(folder, layout, [verl_run("grpo", "sample_mean", **kl)], steps)
+    (found,) = trained_by_verl(folder, layout, [verl_run("grpo", "sample_mean", **kl)], list(map(as_rollout, steps)))
     ours = partial(truth_on_rank, kl_coefficient=0.3, kl_estimator="unbiased")
     ((expected,),) = run_ranks(ours, 1, str(folder), [("grpo", "sample_mean")], steps, timeout=300)
     assert differences(found, expected, before) < LIMIT

@@ -244,19 +244,23 @@ def trained_by_command(words: list[str]) -> tuple[dict, dict, list[float]]:
     return (*torch.load(folder.with_suffix(".pt")), norms)
 
 
+def difference_of(of_ranks: list[dict], first: dict, last: dict) -> float:
+    """The norm of the difference of the parameters over the norm of what the steps have moved."""
+    found = trainer_cases.whole(of_ranks, VOCABULARY)
+    moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
+    return trainer_cases.relative_difference(moved, expected)
+
+
 @pytest.mark.parametrize(("layout", "case"), ROWS, ids=str)
 @pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
 def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, case):
-    """Parameters: the norm of the difference over the norm of what the steps have moved. Adam hides the scale of a gradient, so the
-    norm that the host reports before it clips is compared too, step by step."""
+    """Adam hides the scale of a gradient, so the norm that the host reports before it clips is compared too, step by step."""
     words = [*case.of_host(recorded), *LAYOUTS[layout].split()]
     # New ranks for each launch: a host leaves its process groups, each with threads, and its functions in torch.distributed.
     given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], words)
     runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
     first, last, norms = trained(case.loss, case.aggregation, case.has_sets)
-    found = trainer_cases.whole([run.weights for run in runs], VOCABULARY)
-    moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
-    difference = trainer_cases.relative_difference(moved, expected)
+    difference = difference_of([run.weights for run in runs], first, last)
     (steps,) = (run.steps for run in runs if run.steps)
     of_norms = max(abs(step["train/grad_norm"] / norm - 1) for step, norm in zip(steps, norms, strict=True))
     print(f"difference of the parameters {difference:.1e}, of a gradient norm {of_norms:.1e}")
@@ -350,9 +354,7 @@ def test_a_run_that_goes_on_from_the_hosts_own_checkpoint_ends_as_the_whole_one(
         runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
         assert [len(run.steps) for run in runs if run.steps] == [STEPS]
     first, last, norms = trained(case.loss, case.aggregation, False)
-    found = trainer_cases.whole([run.weights for run in runs], VOCABULARY)
-    moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
-    difference = trainer_cases.relative_difference(moved, expected)
+    difference = difference_of([run.weights for run in runs], first, last)
     (steps,) = (run.steps for run in runs if run.steps)
     print(f"difference of the parameters {difference:.1e}")
     assert difference < LIMIT
