@@ -12,12 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
+import trainer_cases
 from helpers import error_of, pool_of
 from test_layouts import config_of
 
 from megatron_rl.hosts import model_notes, training_hooks
 from megatron_rl.megatron import installed
 from megatron_rl.megatron.checks import check_attached, contract_problems
+from megatron_rl.megatron.model import find_gpt_model
 from megatron_rl.validation.auxiliary_losses import SCALERS
 
 megatron = pytest.mark.megatron
@@ -80,6 +82,19 @@ def test_a_model_that_attaches_an_unknown_loss_is_refused_in_its_first_forward(f
     said = error_of(lambda: check_attached([output]))
     assert ("the model attaches a loss by NewAutoScaler, which this package does not know" in said) == is_refused
     assert is_refused or said == ""
+
+
+def first_step_on_rank(rank: int) -> str:
+    trainer = trainer_cases.tiny_trainer()
+    layer = find_gpt_model(trainer.model).decoder.layers[0]
+    layer.register_forward_hook(lambda layer, given, made: (NewAutoScaler.apply(made[0], made[0].sum()), *made[1:]))
+    return error_of(lambda: trainer.step([trainer_cases.ragged_step()]))
+
+
+@megatron
+def test_the_forward_step_looks_at_the_first_graph(pool):
+    [said] = pool.run(first_step_on_rank, world_size=1)
+    assert "the model attaches a loss by NewAutoScaler" in said
 
 
 # The indexer of sparse attention
