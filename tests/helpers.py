@@ -11,7 +11,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -134,6 +134,21 @@ def random_batch(
         documents=documents,
         token_weights=0.1 + torch.rand(len(lengths), generator=generator, dtype=torch.float64),
     )
+
+
+def placed(values, device: str):
+    """A dict or a dataclass with its tensors there."""
+    if isinstance(values, dict):
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+    return replace(values, **placed({field.name: getattr(values, field.name) for field in fields(values)}, device))
+
+
+def float32(values):
+    """A dict or a dataclass with float32 in the place of float64."""
+    if isinstance(values, dict):
+        wide = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dtype == torch.float64}
+        return values | {name: value.float() for name, value in wide.items()}
+    return replace(values, **float32({field.name: getattr(values, field.name) for field in fields(values)}))
 
 
 def loop_log_probs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:

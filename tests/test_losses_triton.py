@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, Batch, random_batch
+from helpers import CLIP, KERNEL_DEVICE, Batch, float32, placed, random_batch
 from launches import counted_launches
 from loss_backends import TRITON
 from sass_gate import TorchOperations
@@ -26,11 +26,8 @@ pytestmark = pytest.mark.kernel
 
 def make_batch() -> Batch:
     """float32; blocks have 4 tokens: no token, one, one less than a block, a block, one more, two and a bit, all masked."""
-    batch = random_batch([0, 1, 3, 4, 5, 11, 5], num_masked=(0, 0, 1, 0, 2, 3, 5))
-    numbers = {name: getattr(batch, name).float() for name in ("logits", "old_log_probs", "advantages", "token_weights")}
-    on_device = {name: value.to(KERNEL_DEVICE) for name, value in numbers.items() if name != "token_weights"}
-    moved = {"labels": batch.labels.to(KERNEL_DEVICE), "loss_mask": batch.loss_mask.to(KERNEL_DEVICE)}
-    return replace(batch, **numbers | on_device | moved)
+    batch = float32(random_batch([0, 1, 3, 4, 5, 11, 5], num_masked=(0, 0, 1, 0, 2, 3, 5)))
+    return replace(placed(batch, KERNEL_DEVICE), token_weights=batch.token_weights)
 
 
 def every_term(batch: Batch) -> dict:

@@ -11,13 +11,13 @@ import importlib
 import json
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, Batch, random_batch, without_needless_clip
+from helpers import CLIP, Batch, float32, placed, random_batch, without_needless_clip
 from linear_cases import HeadBatch, budget, head_batch
 from simulated_cuda import ASYNC_COPY, COMPILATION, COPY, LOOK, MIXTURE, CaptureError, Seen, mark, simulated_cuda
 from torch import Tensor
@@ -42,18 +42,7 @@ GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE}
 LENGTHS, NUM_MASKED = [4, 0, 2, 5], (1, 0, 2, 0)
 
 
-def there(values):
-    """A dict's or a dataclass's tensors, copied to the device before anything is counted."""
-    if isinstance(values, dict):
-        return {name: value.to("cuda") if isinstance(value, Tensor) else value for name, value in values.items()}
-    return replace(values, **there({field.name: getattr(values, field.name) for field in fields(values)}))
-
-
-def float32(values):
-    if isinstance(values, dict):
-        wide = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dtype == torch.float64}
-        return values | {name: value.float() for name, value in wide.items()}
-    return replace(values, **float32({field.name: getattr(values, field.name) for field in fields(values)}))
+there = functools.partial(placed, device="cuda")
 
 
 def make_batch() -> Batch:
@@ -365,7 +354,7 @@ def training(shared) -> dict:
 
     return {
         setting: {name: [Seen(*event) for event in events] for name, events in phases.items()}
-        for setting, phases in json.loads(shared("test_synchronisation", run)).items()
+        for setting, phases in json.loads(shared("test_no_waits", run)).items()
     }
 
 

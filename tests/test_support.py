@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from carrier_cases import LiveBytes
-from helpers import CLIP, KERNEL_DEVICE, Batch, random_batch, without_needless_clip
+from helpers import CLIP, KERNEL_DEVICE, Batch, float32, random_batch
+from linear_cases import every_term
 from simulated_cuda import simulated_cuda
 from simulated_ranks import SimulatedGroup, groups_of_ranks, on_simulated_ranks
 from test_log_probs import ON_BACKENDS
@@ -481,35 +482,16 @@ def test_ranks_with_other_sets_are_named(changes):
 COLUMNS, SOME = 11, ("grpo", "gspo", "gspo_token")
 
 
-def float32(batch: Batch) -> Batch:
-    names = ("logits", "old_log_probs", "advantages", "token_weights")
-    return replace(batch, **{name: getattr(batch, name).float() for name in names})
-
-
 def sets_of(batch: Batch, size: int) -> SamplingSupport:
     """So many ids a row, the label among them."""
     return SamplingSupport.from_lists([[(int(label) + 3 * i) % COLUMNS for i in range(size)] for label in batch.labels])
 
 
-def every_term(batch: Batch) -> dict:
-    return {
-        "importance_weights": 1.2 + torch.cos(batch.old_log_probs),
-        "ref_log_probs": batch.old_log_probs - 0.1,
-        "kl_coefficient": 0.2,
-        "entropy_coefficient": 0.1,
-        "regularizer_weights": 0.5 + torch.arange(len(batch.documents), dtype=batch.logits.dtype),
-        "metrics": "with_entropy",
-        "temperature": 0.7,
-    }
-
-
 def run_loss(name: str, batch: Batch, backend: str = "torch", **options) -> tuple[PolicyLossOutput, Tensor]:
     leaf = batch.logits.to(KERNEL_DEVICE).clone().requires_grad_()
-    there = {
-        key: value.to(KERNEL_DEVICE) if isinstance(value, Tensor | SamplingSupport) else value for key, value in options.items()
-    }
+    there = {key: value.to(KERNEL_DEVICE) if hasattr(value, "to") else value for key, value in options.items()}
     arguments = [value.to(KERNEL_DEVICE) for value in batch.arguments()]
-    output = without_needless_clip(policy_loss, name, leaf * 1, *arguments, backend=backend, **CLIP, **there)
+    output = policy_loss(name, leaf * 1, *arguments, backend=backend, **CLIP, **there)
     output.loss.backward()
     return output, leaf.grad.cpu()
 
@@ -519,7 +501,7 @@ def run_loss(name: str, batch: Batch, backend: str = "torch", **options) -> tupl
 def test_sets_of_the_whole_vocabulary_change_nothing(name, terms, backend):
     """Two orders of the additions of a row."""
     batch = float32(random_batch([6, 3, 8]))
-    options = {"inplace": True} | ({"metrics": "basic"} if terms == "alone" else every_term(batch))
+    options = {"inplace": True} | ({"metrics": "basic"} if terms == "alone" else every_term(batch) | {"temperature": 0.7})
     want, gradient = run_loss(name, batch, backend, **options)
     got, of_sets = run_loss(name, batch, backend, sampling_support=sets_of(batch, COLUMNS), **options)
     near = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
@@ -534,7 +516,7 @@ def test_sets_of_the_whole_vocabulary_change_nothing(name, terms, backend):
 def test_an_announced_or_assumed_factor_changes_no_bit_and_is_checked(backend):
     """One kernel that reads each row once has no sets: two kernels make the gradient, with any factor."""
     batch = float32(random_batch([5, 4]))
-    shared = {"sampling_support": sets_of(batch, 3)} | every_term(batch)
+    shared = {"sampling_support": sets_of(batch, 3)} | every_term(batch) | {"temperature": 0.7}
     _, want = run_loss("grpo", batch, backend, **shared)
     for factor in (1.0, AssumedScale()):
         assert torch.equal(run_loss("grpo", batch, backend, loss_scale=factor, **shared)[1], want)
