@@ -16,8 +16,6 @@ from megatron_rl.ops.linear_gradient import WorkItem
 from megatron_rl.policy_loss import policy_loss
 
 HIDDEN_SIZE, VOCAB_SIZE = 6, 16
-# A chunk of one row, of a few, of the longest document but one, and longer than all of them together.
-ROWS = (1, 3, 9, 1000)
 # Documents longer than any small chunk beside short ones, an empty one and one of one token.
 LENGTHS = [5, 21, 7, 0, 1, 12, 9]
 MASKS = {

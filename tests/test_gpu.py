@@ -353,20 +353,6 @@ def test_forward_synchronises_once_a_chunk_and_once_for_rows_it_cannot_know(name
         loss.backward()
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_what_the_host_knows_costs_no_synchronisation_without_a_gradient(name):
-    """Evaluation and old log-probabilities: the host runs ahead of the whole micro-batch."""
-    case = head_case(torch.bfloat16)
-    call = sync_call(case, name, on_host=True, with_gradient=False)
-    mask = case.batch.loss_mask.cpu()
-    options = {"loss_mask": mask, "tp_group": SINGLE, "max_logits_bytes": budget(case, ROWS)}
-    for is_counted in (False, True):
-        with synchronisations() as found:
-            call()
-            linear_log_probs(case.hidden, case.weight, case.batch.labels, **options)
-        assert not is_counted or not found, [str(warning.filename) for warning in found]
-
-
 # main_grad and the announced factor
 
 
