@@ -44,8 +44,6 @@ def kl(log_probs, ref_log_probs):
 
 
 def test_the_registries_start_with_the_built_in_names():
-    assert {*loss_aggregation_names()} == oracle.AGGREGATIONS.keys(), "each has its formula there"
-    assert {*policy_loss_names()} == oracle.LOSSES.keys(), "each has its formula there"
     assert {name for name in oracle.LOSSES if get_policy_loss(name).level == "sequence"} == oracle.ONE_RATIO_A_SAMPLE.keys()
     assert {name: get_policy_loss(name).clip_ratios for name in CLIPS} == CLIPS
     assert set(nemo_rl.KINDS.values()) <= set(CORRECTIONS.names())

@@ -1,6 +1,6 @@
 """What the numbers must be: coefficients by hand and by the peers' own functions from a checkout; values of steps from a file.
 
-VERL_ROOT=... TRL_ROOT=... NEMO_RL_ROOT=... SLIME_ROOT=... MILES_ROOT=... pytest tests/test_golden_losses.py
+VERL_ROOT=... NEMO_RL_ROOT=... SLIME_ROOT=... MILES_ROOT=... pytest tests/test_golden_losses.py
 BITWISE=1 asks for the bits of the file, where the torch and the processor are those that made it.
 """
 
@@ -232,40 +232,6 @@ def by_miles(name: str, advantages: Tensor, log_probs: Tensor, *numbers: float) 
     return found.compute_policy_loss(OLD - log_probs, advantages, *numbers)[0].sum()
 
 
-def by_trl(name: str, advantages: Tensor, log_probs: Tensor, **numbers) -> Tensor:
-    """The branch of GRPOTrainer._compute_loss that chooses by the type of the loss."""
-    tree = source_of("TRL_ROOT", "trl/trainer/grpo_trainer.py")
-    args = types.SimpleNamespace(delta=numbers.get("delta"), sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
-    trainer = types.SimpleNamespace(loss_type=name, epsilon_low=0.2, epsilon_high=0.28, args=args)
-    vars(trainer).update(numbers)
-    given = {"self": trainer, "coef_1": (log_probs - OLD).exp(), "advantages": advantages, "per_token_logps": log_probs}
-    return statements_of(tree, "_compute_loss", lambda text: text.startswith("if self.loss_type == 'cispo'"), **given)[
-        "per_token_loss"
-    ].sum()
-
-
-def by_trl_gmpo(name: str, advantages: Tensor, log_probs: Tensor) -> Tensor:
-    tree = source_of("TRL_ROOT", "trl/experimental/gmpo/gmpo_trainer.py")
-    names = "log_ratio clamped_log_ratio advantages_col clipped_log_ratio seq_mask log_importance_weights coef per_sequence_loss"
-    given = {
-        "self": types.SimpleNamespace(epsilon_low=0.4, epsilon_high=0.4),
-        **{"per_token_logps": rows(log_probs), "old_per_token_logps": rows(OLD), "mask": MASK, "entropy_mask": None},
-        "advantages": torch.stack([part[0] for part in advantages.split(LENGTHS)]),
-    }
-    found = statements_of(tree, "_compute_loss", lambda text: text.partition(" = ")[0] in names.split(), **given)
-    return found["per_sequence_loss"].sum()
-
-
-def by_trl_gspo_token(name: str, advantages: Tensor, log_probs: Tensor) -> Tensor:
-    tree = source_of("TRL_ROOT", "trl/experimental/gspo_token/grpo_trainer.py")
-    trainer = types.SimpleNamespace(importance_sampling_level="sequence_token")
-    given = {"self": trainer, "log_ratio": rows(log_probs - OLD), "per_token_logps": rows(log_probs), "mask": MASK}
-    wanted = statements_of(tree, "_compute_loss", lambda text: text.startswith("if self.importance_sampling_level"), **given)
-    ratio = wanted["log_importance_weights"].exp()
-    clipped = ratio.clamp(0.8, 1.28)
-    return -(torch.min(ratio * rows(advantages), clipped * rows(advantages)) * MASK).sum()
-
-
 def by_nemo(name: str, advantages: Tensor, log_probs: Tensor, **numbers) -> Tensor:
     """ClippedPGLossFn from the ratio to the clipped loss."""
     tree = source_of("NEMO_RL_ROOT", "nemo_rl/algorithms/loss/loss_functions.py")
@@ -289,9 +255,9 @@ DUAL = {**CLIP, "clip_ratio_c": 3.0}
 WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.28}
 TV, KL = ({"divergence_low": b, "divergence_high": b, "ratio_truncation": 2.0} for b in (0.12, 0.03))
 MEAN = {"weights": torch.tensor([1 / n for n in LENGTHS], dtype=torch.float64)}
-# What a peer computes in float32 (SAPO's temperatures in verl and TRL, miles's ratio) or adds to a denominator: verl's GMPO adds
+# What a peer computes in float32 (SAPO's temperatures in verl, miles's ratio) or adds to a denominator: verl's GMPO adds
 # 1e-8 in three places, for a sample of one token at ratio 4 (2 + ln 4) 1e-8 of a coefficient of 4.
-ROUNDED = {"verl sapo": 2e-7, "trl sapo": 2e-7, "miles grpo": 1e-6, "miles grpo, dual clip": 1e-6, "verl geo_mean": 1.4e-7}
+ROUNDED = {"verl sapo": 2e-7, "miles grpo": 1e-6, "miles grpo, dual clip": 1e-6, "verl geo_mean": 1.4e-7}
 # Ours with its options; the checkout; its function.
 PEERS = {
     "verl vanilla": ("grpo", {**DUAL}, "VERL_ROOT", functools.partial(by_verl, "vanilla", clip_ratio_c=3.0)),
@@ -318,12 +284,6 @@ PEERS = {
     "slime cispo": ("cispo", WIDE, "SLIME_ROOT", lambda *given: by_slime("cispo", *given, 1.0, 0.28)),
     "miles grpo": ("grpo", {**CLIP}, "MILES_ROOT", lambda *given: by_miles("grpo", *given, 0.2, 0.28)),
     "miles grpo, dual clip": ("grpo", {**DUAL}, "MILES_ROOT", lambda *given: by_miles("grpo", *given, 0.2, 0.28, 3.0)),
-    "trl grpo": ("grpo", {**CLIP}, "TRL_ROOT", functools.partial(by_trl, "grpo")),
-    "trl grpo, two-sided clip": ("grpo", {**DUAL}, "TRL_ROOT", functools.partial(by_trl, "grpo", delta=3.0)),
-    "trl cispo": ("cispo", WIDE, "TRL_ROOT", functools.partial(by_trl, "cispo", epsilon_high=1.28)),
-    "trl sapo": ("sapo", {}, "TRL_ROOT", functools.partial(by_trl, "sapo")),
-    "trl gmpo": ("gmpo", {**MEAN}, "TRL_ROOT", functools.partial(by_trl_gmpo, "gmpo")),
-    "trl gspo_token": ("gspo_token", {**CLIP}, "TRL_ROOT", functools.partial(by_trl_gspo_token, "gspo_token")),
     "nemo-rl grpo": ("grpo", {**CLIP}, "NEMO_RL_ROOT", functools.partial(by_nemo, "grpo")),
     "nemo-rl grpo, dual clip": ("grpo", {**DUAL}, "NEMO_RL_ROOT", functools.partial(by_nemo, "grpo", ratio_clip_c=3.0)),
     "nemo-rl gspo": (
