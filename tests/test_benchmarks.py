@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command
-from benchmarks import hosts, machine, peers, providers, report, targets
 from benchmarks import measure as harness
+from benchmarks import peers, providers, report, targets
 from benchmarks.measure import (
     ERROR,
     FAIL,
@@ -246,18 +246,6 @@ def test_a_void_case_is_named_and_judged_by_no_target(monkeypatch, capsys, tmp_p
     assert targets.judge(target, found["cases"])["num_cases"] == 1
 
 
-# Hosts
-
-
-@pytest.mark.parametrize(("host", "is_written"), [("verl, FSDP", True), ("NeMo-RL", False)])
-def test_the_benchmark_of_hosts_writes_over_the_logits_where_the_hosts_setting_does(host, is_written):
-    """A host that may read its logits later keeps them, which costs memory."""
-    logits = torch.randn(3, 8).requires_grad_() * 1.0
-    before = logits.detach().clone()
-    hosts.our_scores(**hosts.OUR_LOG_PROBS[host])(logits, torch.arange(3)).sum().backward()
-    assert torch.equal(before, logits.detach()) != is_written
-
-
 # Targets and results
 
 
@@ -331,26 +319,3 @@ def test_a_wrong_setting_says_what_to_do(arguments, message, monkeypatch, capsys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-# The machine
-
-
-VALUES = "NVIDIA H100 80GB HBM3, 580.1, 1980 MHz, 2619 MHz, 1980 MHz, 120.00 W, 700.00 W, 40"
-
-
-@pytest.mark.parametrize(
-    ("text", "is_read"),
-    [(f"echo 'WARNING: corrupted'; echo '{VALUES}'", True), (f"echo '{VALUES}'; exit 4", False), ("sleep 600", False)],
-    ids=["warns", "lacks rights", "hangs"],
-)
-def test_nvidia_smi_may_warn_fail_or_hang(text, is_read, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(machine, "SECONDS_FOR_NVIDIA_SMI", 0.2 if text == "sleep 600" else 10.0)
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    gpu = machine.Gpu("0")
-    found = gpu.read()
-    assert (found is not None) == is_read and (not is_read or found["clocks.sm"] == "1980 MHz")
-    monkeypatch.setattr(machine, "ask", lambda *_: VALUES)
-    assert gpu.read() == found, "without an answer it is not asked again"

@@ -305,22 +305,6 @@ def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, 
     assert (old / "file").read_text() == "new" and not new.exists()
 
 
-@pytest.mark.parametrize(
-    ("absent", "message"),
-    [
-        (["psutil"], r"needs psutil, .*: pip install psutil; the extra megatron_rl\[megatron,"),
-        (["megatron", "psutil"], "needs megatron-core and psutil, .*: pip install megatron-core psutil; the extra"),
-    ],
-    ids=str,
-)
-def test_without_psutil_or_megatron_core_nothing_is_started(monkeypatch, absent, message):
-    """Megatron's writers die without psutil and the save waits for them for ever, without a word."""
-    find_spec = checkpoints.find_spec
-    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name in absent else find_spec(name))
-    with pytest.raises(ConfigError, match=message):
-        checkpoints.check_can_save()
-
-
 class Command:
     """What a pickle may hold: unpickled by Python's own reader, it makes a file."""
 

@@ -15,8 +15,6 @@ from conftest import ROOT
 from forked import forget, forked
 from packaging.requirements import Requirement
 
-from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
-
 # From the ground up. A room is a folder of the package, or a file beside them. It imports rooms of lower floors, and itself; rooms
 # of one floor do not know each other. So the number of floors is the longest chain of imports between rooms. `__init__` is
 # megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
@@ -279,46 +277,6 @@ def test_no_file_of_the_tests_imports_itself_through_others():
     graph = imports_of_files(trees, module_names(trees))
     assert sum(map(len, graph.values())) > 100, "imports were not found: the test looks in the wrong place"
     assert not circle_in(graph)
-
-
-# The list of hosts, what tells whose a launch line is, the launcher, which starts NeMo-RL in another way, and the table of explain
-# with the trainers' own aggregations.
-FILES_WITH_HOSTS = {
-    "hosts/__init__.py": (*ROLLOUT_HOST_NAMES, *SETTINGS_NAMES),
-    "hosts/adapters.py": SETTINGS_NAMES,
-    "hosts/launch.py": ("nemo_rl",),
-    "commands/explain/stock.py": (*ROLLOUT_HOST_NAMES, *SETTINGS_NAMES),
-}
-
-
-def named_hosts(path: str, tree: ast.Module) -> list[str]:
-    """Where code asks which host it has: by name, class or module. Messages and docstrings may say it."""
-    allowed = FILES_WITH_HOSTS.get(path, ())
-    hosts = [host for host in ROLLOUT_HOST_NAMES if path != f"hosts/{host}.py" and host not in allowed]
-    folders, beside = ("hosts/", "hosts/heads/"), path.replace("heads/", "")
-    hosts += [host for host in SETTINGS_NAMES if not beside.startswith(f"hosts/{host}") and host not in allowed]
-    words, faults = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}, []
-    for node in ast.walk(tree):
-        word = getattr(node, words[type(node)]) if type(node) in words else None
-        if isinstance(word, str) and word.lower() in hosts:
-            faults.append(f"{path}:{node.lineno}: names {word}: ask the host's object (hosts/args.py)")
-    modules = [f"{folder}{host}".replace("/", ".") for folder in folders for host in hosts]
-    imported = [(line, name) for line, name in imported_names(path, tree) if any(module in name for module in modules)]
-    return faults + [f"{path}:{line}: imports {name}" for line, name in imported]
-
-
-def test_a_host_is_named_in_its_own_file_alone(package_trees):
-    """A new host is a new file and a name in the list: nothing else asks which host it has."""
-    faults = [fault for path, tree in package_trees.items() for fault in named_hosts(path, tree)]
-    assert not faults, "\n".join(faults)
-    for code in (
-        'if host == "miles":\n    pass',
-        "is_new = host == Host.SLIME",
-        "from .miles import HOST",
-        "from . import roll_loss",
-    ):
-        assert len(named_hosts("hosts/checks.py", ast.parse(code))) == 1, code
-    assert named_hosts("hosts/checks.py", ast.parse('"""miles and slime."""\nraise ValueError("run from miles")')) == []
 
 
 def test_no_file_is_longer_than_a_head_holds():
