@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import check_temperature, first_order_only, resolve_backend, runs_eagerly, vocab_shard
-from megatron_rl.ops.linear_gradient import cut, make_gradient, run_gradient
+from megatron_rl.ops.linear_gradient import ReadyGradient, cut, main_grad_of, make_gradient, run_gradient
 from megatron_rl.ops.linear_head import (
     HeadOptions,
     LinearHead,
@@ -43,6 +43,7 @@ from megatron_rl.ops.support import (
     compare_supports,
     make_pairs,
     multiply_reference,
+    pair_gradient,
     score_pairs,
 )
 
@@ -168,7 +169,7 @@ def linear_log_probs(
         capacity = chunk_capacity(weight, options, rows.numel())
     if on_host is not None:
         with torch.no_grad():
-            head, *_ = score_kept(hidden, weight, labels, options, on_host, rows, capacity, with_entropy=with_entropy)
+            head, _ = score_kept(hidden, weight, labels, options, on_host, rows, capacity, with_entropy=with_entropy)
         log_probs, entropy = head.log_probs, head.entropy
     elif needs_gradient:
         log_probs, entropy = LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
@@ -232,7 +233,7 @@ def score_kept(
     capacity: int,
     *,
     with_entropy: bool,
-) -> tuple[LinearHead, RowResult, Pairs, PairKernels, PairScores]:
+) -> tuple[LinearHead, tuple[RowResult, Pairs, PairKernels, PairScores]]:
     """The head's log_probs are over the kept ids, and its entropy over the vocabulary, whose numbers the RowResult has. Without an
     entropy no row is multiplied by all columns."""
     parts: Parts = ((options.temperature, rows if with_entropy else rows[:0]),)
@@ -240,7 +241,53 @@ def score_kept(
     pairs, kernels = make_pairs(support, rows, labels, head.shard), pair_kernels(resolve_backend(options.backend, head.logits))
     scores = score_pairs(head.hidden, head.weight, pairs, head.shard, options.tp_group, kernels, max_bytes=options.max_logits_bytes)
     head.log_probs[pairs.rows] = scores.log_probs
-    return head, result, pairs, kernels, scores
+    return head, (result, pairs, kernels, scores)
+
+
+def fill_with_pairs(
+    ready: ReadyGradient,
+    head: LinearHead,
+    scored: tuple[RowResult, Pairs, PairKernels, PairScores],  # of score_kept
+    rows: Tensor,  # ascending row numbers, on the CPU
+    capacity: int,
+    c: Tensor,  # [T] dL / dlog_prob
+    e: Tensor | None,  # [T] dL / dentropy
+    *,
+    needs_hidden: bool,
+) -> None:
+    """The gradient where each row has a set of kept ids.
+
+    A term of the entropy, which is over the vocabulary, has chunks of all columns beside the pairs, and their logits a second time.
+    Communication: tp one all-reduce of the gradient of hidden, or one reduce-scatter, during the weight gradient of the pairs.
+    """
+    full_results, pairs, kernels, scores = scored
+    scale = 1.0 if ready.loss_scale is None else ready.loss_scale
+    c = c * scale
+    gradient = make_gradient(
+        head,
+        needs_hidden=needs_hidden,
+        needs_weight=ready.parameter.requires_grad,
+        main_grad=main_grad_of(ready.parameter) if ready.is_in_main_grad else None,
+        rounds_weight=False,
+        scale=None,
+        has_entropy_term=True,
+        is_reduced=False,
+    )
+    if e is not None and rows.numel():
+        chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
+        run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)
+    g, pending, memory = pair_gradient(scores, pairs, c[pairs.rows], head.shard), None, {"max_bytes": head.options.max_logits_bytes}
+    if gradient.hidden is not None:
+        pairs_gradient = gradient.hidden if e is None else torch.zeros_like(gradient.hidden)
+        kernels.add_hidden(g, pairs, head.weight, out=pairs_gradient, **memory)
+        start = start_reduce_scatter_sum if head.options.sequence_parallel else start_all_reduce_sum
+        pending = start(pairs_gradient if e is None else gradient.hidden.add_(pairs_gradient), head.options.tp_group)
+    if gradient.needs_weight:
+        if gradient.weight is None:
+            gradient.weight = torch.zeros_like(head.weight, dtype=head.log_probs.dtype)
+        kernels.add_weight(g, pairs, head.hidden, out=gradient.weight, **memory)
+    ready.hidden = None if pending is None else pending.wait()
+    ready.weight = None if ready.is_in_main_grad else gradient.weight
 
 
 class LinearLogProbs(torch.autograd.Function):

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.config import Backend
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, log_probs_dtype, runs_eagerly
 from megatron_rl.ops.log_probs import (
@@ -34,7 +35,6 @@ from megatron_rl.policy_loss.inputs import (
     options_and_tensors,
     prepared,
     refuse_bad_data,
-    with_token_counts,
 )
 from megatron_rl.policy_loss.reduce_torch import reduce_torch
 
@@ -246,11 +246,15 @@ def has_triton(loss: PolicyLoss, options: LossOptions) -> bool:
 
 
 def known_before_rows(loss: PolicyLoss, batch: LossBatch, options: LossOptions, dtype: torch.dtype) -> LossBatch:
-    """The batch with what needs no log-probability of the policy in training: counts, and a correction of old ones.
+    """The batch with what needs no log-probability of the policy in training: the counts that a loss needs for its tokens (at level
+    "sequence" it has them after the reduction), and a correction of old ones.
 
-    Communication: as with_token_counts, and as `corrected`.
+    Communication: where the caller gave no counts, one all-reduce of [N] over cp; and as `corrected`.
     """
-    batch, settings = with_token_counts(loss, batch, options.cp_group), options.correction
+    if "token_counts" in loss.needs and loss.level == "token" and batch.token_counts is None:
+        counts = document_sums(batch.loss_mask, batch.cu_seqlens)
+        batch = replace(batch, token_counts=all_reduce_sum(counts, options.cp_group))
+    settings = options.correction
     if settings is None or batch.old_log_probs is None or settings.sequence_delta is not None:
         return batch
     return corrected(settings, batch, batch.old_log_probs.to(dtype), options.cp_group)

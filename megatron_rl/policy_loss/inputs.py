@@ -21,7 +21,7 @@ from megatron_rl.count import check_counts
 from megatron_rl.declare import POLICY_LOSSES, PolicyLoss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum, document_ids, document_sums, resolve_group, spread
+from megatron_rl.layout.groups import SINGLE, Group, document_ids, resolve_group, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import Correction, CorrectionSettings, counted_twice
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
@@ -456,16 +456,6 @@ def further_inputs(loss: PolicyLoss, batch: LossBatch, dtype: torch.dtype) -> di
         elif name not in ("token_counts", "mean_log_ratio"):
             vectors[name] = not_none(getattr(batch, name)).to(dtype)
     return vectors
-
-
-def with_token_counts(loss: PolicyLoss, batch: LossBatch, cp_group: Group) -> LossBatch:
-    """The batch with the counts that the loss needs for its tokens; a sequence-level loss has them after the reduction.
-
-    Communication: where the caller gave none, one all-reduce of [N] over cp.
-    """
-    if "token_counts" not in loss.needs or loss.level == "sequence" or batch.token_counts is not None:
-        return batch
-    return replace(batch, token_counts=all_reduce_sum(document_sums(batch.loss_mask, batch.cu_seqlens), cp_group))
 
 
 @dataclass(frozen=True, slots=True)

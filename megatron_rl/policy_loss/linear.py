@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import PolicyLoss, get_policy_loss
-from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, start_all_reduce_sum, start_reduce_scatter_sum
+from megatron_rl.layout.groups import SINGLE, all_gather_stack, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import log_probs_dtype, runs_eagerly, vocab_shard
 from megatron_rl.ops.linear_gradient import (
@@ -23,17 +23,14 @@ from megatron_rl.ops.linear_gradient import (
     WorkItem,
     attach_gradient,
     check_loss_scale,
-    cut,
     document_bins,
     main_grad_of,
     make_gradient,
-    run_gradient,
     run_with_gradient,
     schedule_documents,
     schedule_rows,
 )
 from megatron_rl.ops.linear_head import (
-    LinearHead,
     check_head,
     chunk_capacity,
     compare_heads,
@@ -41,11 +38,10 @@ from megatron_rl.ops.linear_head import (
     logits_dtype,
     make_head,
 )
-from megatron_rl.ops.linear_log_probs import score_kept, score_rows
-from megatron_rl.ops.support import check_support, pair_gradient
+from megatron_rl.ops.linear_log_probs import fill_with_pairs, score_kept, score_rows
+from megatron_rl.ops.support import check_support
 from megatron_rl.policy_loss.api import known_before_rows, reduce
 from megatron_rl.policy_loss.inputs import (
-    Coefficients,
     LossBatch,
     LossOptions,
     PolicyLossOutput,
@@ -131,8 +127,9 @@ def linear_policy_loss(
         support = tensors.get("sampling_support")
         if isinstance(support, SamplingSupport):
             tensors["sampling_support"], support = support.to(device), support.to(torch.device("cpu"))
-        moved = (_on(device, advantages), _on(device, loss_mask))
-        given = LossBatch(old_log_probs, *moved, cu_seqlens, token_weights, **tensors)
+        # `prepared` reports a value that is no tensor.
+        moved = [x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in (advantages, loss_mask)]
+        given = LossBatch(old_log_probs, moved[0], moved[1], cu_seqlens, token_weights, **tensors)
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
         options, dtype = checked_options(loss, options, given, like_logits), log_probs_dtype(like_logits)
         batch = prepared(loss, given, num_tokens=num_tokens, device=device, dtype=dtype, advantages_per=advantages_per)
@@ -153,12 +150,13 @@ def linear_policy_loss(
     rows, with_entropy = mask.nonzero()[:, 0], options.needs_entropy(loss)
     with torch.no_grad():
         if support is not None:
-            head, *scored = score_kept(hidden, weight, labels, options, support, rows, capacity, with_entropy=with_entropy)
+            head, scored = score_kept(hidden, weight, labels, options, support, rows, capacity, with_entropy=with_entropy)
         elif ready is None:
             parts = ((options.temperature, rows),)
             head, _ = score_rows(hidden, weight, labels, options, parts, capacity, with_entropy=with_entropy)
         else:
-            is_row_by_row = not (loss.reads_means or _waits_for_sums(batch, options))
+            late_correction = None if batch.correction is not None else options.correction
+            is_row_by_row = not (loss.reads_means or (late_correction is not None and late_correction.needs_sums))
             items = schedule_rows(rows, capacity) if is_row_by_row else _items(loss, options, rows, bounds, capacity)
             longest = max((chunk.numel() for item in items for chunk in item.chunks), default=0)
             head = make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy)
@@ -184,17 +182,13 @@ def linear_policy_loss(
             ready.weight = None if ready.is_in_main_grad else gradient.weight
         output, found = reduce(loss, head.log_probs, head.entropy, batch, options)
         if support is not None and ready is not None:
-            _fill_with_pairs(ready, head, scored, rows, capacity, found, needs_hidden=hidden.requires_grad)
+            needs_hidden, (c, e, _) = hidden.requires_grad, found
+            fill_with_pairs(ready, head, scored, rows, capacity, c, e, needs_hidden=needs_hidden)
     return output if ready is None else replace(output, loss=attach_gradient(output.loss, hidden, weight, ready))
 
 
 # The arguments are those of linear_policy_loss from hidden on; api.py says where the equations are.
 linear_grpo_loss, linear_gspo_loss = partial(linear_policy_loss, "grpo"), partial(linear_policy_loss, "gspo")
-
-
-def _on(device: torch.device, value: Tensor) -> Tensor:
-    """Moves a CPU tensor to the device. `prepared` reports a value that is no tensor."""
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def _on_host(loss_mask: Tensor, cu_seqlens: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:  # [N + 1], [T] bool
@@ -214,27 +208,17 @@ def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on
     return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _waits_for_sums(batch: LossBatch, options: LossOptions) -> bool:
-    """Whether a correction by samples reads the policy in training."""
-    return options.correction is not None and batch.correction is None and options.correction.needs_sums
-
-
 def _items(loss: PolicyLoss, options: LossOptions, rows: Tensor, bounds: Tensor, capacity: int) -> list[WorkItem]:
     """Bins of whole documents. Communication: one all-gather of [N] over cp, so that all ranks have the same bins."""
     cuts = torch.searchsorted(rows, bounds.to(rows.dtype)).tolist()
     rows_of_documents = [rows[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
-    sizes = _largest_sizes([part.numel() for part in rows_of_documents], options.cp_group)
+    sizes, cp_group = [part.numel() for part in rows_of_documents], options.cp_group
+    if cp_group.size() > 1 and sizes:  # of the cp rank that holds most of each document
+        sizes = all_gather_stack(torch.tensor(sizes).to(group_device(cp_group)), cp_group).amax(0).tolist()
     # Only at level "sequence" without a clip of tokens, and without other terms, the tokens of a document share one coefficient.
     has_row_terms = bool(options.kl_coefficient or options.entropy_coefficient) or loss.level != "sequence"
     is_shared = not has_row_terms and loss.token_clip is None
     return schedule_documents(document_bins(sizes, capacity), rows_of_documents, capacity, is_shared=is_shared)
-
-
-def _largest_sizes(sizes: list[int], cp_group: Group) -> list[int]:
-    """The rows of each document on the cp rank that holds most of it."""
-    if cp_group.size() == 1 or not sizes:
-        return sizes
-    return all_gather_stack(torch.tensor(sizes).to(group_device(cp_group)), cp_group).amax(0).tolist()
 
 
 def _rows_of(item: WorkItem, device: torch.device) -> slice | Tensor:
@@ -247,48 +231,3 @@ def _ready_gradient(hidden: Tensor, weight: Tensor, options: LossOptions) -> Rea
     adds_in_forward = options.loss_scale is not None and weight.requires_grad and main_grad_of(weight) is not None
     loss_scale = check_loss_scale(options.loss_scale, hidden, adds_in_forward=adds_in_forward)
     return ReadyGradient(hidden=None, weight=None, parameter=weight, is_in_main_grad=adds_in_forward, loss_scale=loss_scale)
-
-
-def _fill_with_pairs(
-    ready: ReadyGradient,
-    head: LinearHead,
-    scored: list[Any],  # of score_kept: numbers of all columns, pairs, kernels, scores
-    rows: Tensor,  # ascending row numbers, on the CPU
-    capacity: int,
-    coefficients: Coefficients,
-    *,
-    needs_hidden: bool,
-) -> None:
-    """The gradient where each row has a set of kept ids.
-
-    A term of the entropy, which is over the vocabulary, has chunks of all columns beside the pairs, and their logits a second time.
-    Communication: tp one all-reduce of the gradient of hidden, or one reduce-scatter, during the weight gradient of the pairs.
-    """
-    full_results, pairs, kernels, scores = scored
-    scale = 1.0 if ready.loss_scale is None else ready.loss_scale
-    c, e = coefficients.log_probs * scale, coefficients.entropy
-    gradient = make_gradient(
-        head,
-        needs_hidden=needs_hidden,
-        needs_weight=ready.parameter.requires_grad,
-        main_grad=main_grad_of(ready.parameter) if ready.is_in_main_grad else None,
-        rounds_weight=False,
-        scale=None,
-        has_entropy_term=True,
-        is_reduced=False,
-    )
-    if e is not None and rows.numel():
-        chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
-        run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)
-    g, pending, memory = pair_gradient(scores, pairs, c[pairs.rows], head.shard), None, {"max_bytes": head.options.max_logits_bytes}
-    if gradient.hidden is not None:
-        pairs_gradient = gradient.hidden if e is None else torch.zeros_like(gradient.hidden)
-        kernels.add_hidden(g, pairs, head.weight, out=pairs_gradient, **memory)
-        start = start_reduce_scatter_sum if head.options.sequence_parallel else start_all_reduce_sum
-        pending = start(pairs_gradient if e is None else gradient.hidden.add_(pairs_gradient), head.options.tp_group)
-    if gradient.needs_weight:
-        if gradient.weight is None:
-            gradient.weight = torch.zeros_like(head.weight, dtype=head.log_probs.dtype)
-        kernels.add_weight(g, pairs, head.hidden, out=gradient.weight, **memory)
-    ready.hidden = None if pending is None else pending.wait()
-    ready.weight = None if ready.is_in_main_grad else gradient.weight

@@ -35,15 +35,12 @@ def plan_loss(
     has_late_correction = options.correction is not None and batch.correction is None
     # A loss that reads the entropy gets it from the kernels of rows.
     is_known_in_row = loss.level == "token" and not has_late_correction and not loss.needs_entropy
-    if not is_known_in_row and (options.cp_group.size() > 1 or not is_known_on_policy(loss, batch, options)):
+    # On-policy a sequence-level loss needs no log-probability where it reads the log-ratio, which is 0, and counts.
+    is_of_ratio = not loss.takes_log_probs and {*loss.needs} <= {"token_counts"} and options.correction is None
+    is_known_on_policy = loss.level == "sequence" and batch.old_log_probs is None and is_of_ratio
+    if not is_known_in_row and (options.cp_group.size() > 1 or not is_known_on_policy):
         return None
     return plan_one_read(logits, None)
-
-
-def is_known_on_policy(loss: PolicyLoss, batch: LossBatch, options: LossOptions) -> bool:
-    """Whether a sequence-level loss needs no log-probability: it reads the log-ratio, which is 0 on-policy, and counts."""
-    is_of_ratio = not loss.takes_log_probs and {*loss.needs} <= {"token_counts"} and options.correction is None
-    return loss.level == "sequence" and batch.old_log_probs is None and is_of_ratio
 
 
 @torch.no_grad()
