@@ -1,18 +1,24 @@
-"""The rules of a launch in miles or slime: each refused once, with its message, and launches that all of them allow."""
+"""The rules of a launch in miles or slime: each refused once, with its message, and launches that all of them allow.
+
+For samplers of any host that keep a part of the vocabulary: what is refused, and beside what. Each host's test has its settings.
+"""
 
 from __future__ import annotations
 
 import copy
 from argparse import Namespace
+from functools import partial
 
 import pytest
 from host_cases import ICEPOP
 from launch_settings import CUSTOM_LOSS, REDUCER, REWARD
 
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import checks
 from megatron_rl.hosts.args import read_launch, rollout_hosts
 from megatron_rl.hosts.checks import CHECKS, MIS_FUNCTION, NOISE, READERS, REPLAYS, check_launch, dropped_flags, launch_warnings
+from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
 TWO_STEPS = {**ONE_STEP, "global_batch_size": 16}
@@ -359,3 +365,76 @@ def test_a_flag_of_the_host_gives_the_setting_that_is_unset(settings, expected):
 def test_the_clip_of_a_host_does_not_reach_a_loss_without_one(name, own_losses):
     config = check_launch(Namespace(**OUR_LOSS, policy_loss=name, eps_clip=0.2)).config
     assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
+
+
+# Samplers of any host
+
+
+TOP_P, TIS, UNBIASED = ("top_p=0.8",), ("importance_correction=tis",), ("kl_estimator=unbiased",)
+PENALTY, DRAFT = ("repetition_penalty=1.1",), ("speculative_config",)
+KEPT, WHOLE = "processed_logprobs", "raw_logprobs"
+OF_REPLAY = {"kept": TOP_P, "mode": KEPT, "replayed": "replay=true"}
+OF_FILTER = {"kept": TOP_P, "mode": KEPT, "recomputes": True}
+ROWS = {
+    # name: (the sampler, what reads its scores, the problem or None)
+    "nothing is left out": ({"mode": KEPT}, TIS, None),
+    "a kept set that nobody compares with": ({"kept": TOP_P, "mode": KEPT}, (), None),
+    "scores over the whole vocabulary": ({"kept": TOP_P, "mode": WHOLE}, TIS, None),
+    "an engine of the whole vocabulary": ({"kept": TOP_P, "engine": "sglang"}, TIS, None),
+    "scores of the kept tokens": (
+        {"kept": TOP_P, "mode": KEPT},
+        TIS,
+        "top_p=0.8 beside importance_correction=tis: the log-probabilities of vllm (logprobs_mode=processed_logprobs) are among",
+    ),
+    "scores of an unknown set": ({"kept": TOP_P}, TIS, "beside importance_correction=tis: the log-probabilities of vllm are"),
+    "a penalty": ({"changed": PENALTY}, TIS, "repetition_penalty=1.1 beside importance_correction=tis: "),
+    "a penalty, and scores before it": ({"changed": PENALTY, "mode": WHOLE}, TIS, None),
+    "a penalty that nobody compares with": ({"changed": PENALTY}, (), None),
+    "replayed sets": (OF_REPLAY | {"mixers": UNBIASED}, TIS, None),
+    "replayed sets with a penalty": (
+        *(OF_REPLAY | {"changed": PENALTY}, ()),
+        "repetition_penalty=1.1 with replay=true: a token need not be of the set",
+    ),
+    "replayed sets of a draft": (
+        *(OF_REPLAY | {"drafted": DRAFT}, ()),
+        "speculative_config with replay=true: a token need not be of the set",
+    ),
+    "replayed sets, and scores over the whole vocabulary": (
+        *(OF_REPLAY | {"mode": WHOLE}, TIS),
+        "replay=true beside importance_correction=tis: the trainer scores among the kept tokens",
+    ),
+    "a trainer that filters too": (OF_FILTER, (), None),
+    "a trainer that filters too, compared": (
+        *(OF_FILTER, TIS),
+        "top_p=0.8 beside importance_correction=tis: a token that the trainer's own filter leaves out",
+    ),
+    "a trainer that filters too, mixed": (
+        *(OF_FILTER | {"mixers": UNBIASED}, ()),
+        "top_p=0.8 beside kl_estimator=unbiased: a token that the trainer's own filter leaves out",
+    ),
+    "a trainer that filters too, and raw scores": (
+        *(OF_FILTER | {"mode": WHOLE}, ()),
+        "such a token cannot be told from a sure one; turn top_p=0.8 off",
+    ),
+}
+
+
+@pytest.mark.parametrize(("sampler", "readers", "problem"), ROWS.values(), ids=ROWS)
+def test_a_sampler_is_refused_beside_what_it_makes_wrong(sampler, readers, problem):
+    """FB-114, FB-161"""
+    found = [*sampler_problems(Sampler(**({"engine": "vllm"} | sampler)), readers)]
+    assert (found == []) if problem is None else (len(found) == 1 and problem in found[0]), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "typed"),
+    [
+        ({}, [], []),
+        ({"importance_correction": "tis"}, ["importance_correction=tis"], ["--importance-correction tis"]),
+        ({"off_policy_sequence_delta": 0.1}, ["off_policy_sequence_delta=0.1"], ["--off-policy-sequence-delta 0.1"]),
+        ({"policy_loss": "dppo_tv"}, ["policy_loss=dppo_tv"], ["--policy-loss dppo_tv"]),
+    ],
+)
+def test_what_compares_with_the_sampler_is_named(settings, words, typed):
+    of_config = partial(getattr, PolicyLossConfig(**settings))
+    assert typed_readers(of_config, "{}={}".format) == words and typed_readers(settings.get) == typed

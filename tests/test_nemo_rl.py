@@ -26,6 +26,7 @@ from megatron_rl.hosts import launch, nemo_rl, nemo_rl_loss
 from megatron_rl.hosts.choice import read_word
 from megatron_rl.hosts.dense_rows import carry_prompt_weights
 from megatron_rl.layout.context_parallel import chunk_spans
+from megatron_rl.testing.oracle import ESTIMATORS
 from megatron_rl.testing.ranks import run_ranks
 
 
@@ -35,22 +36,18 @@ def test_the_parts_of_a_metric_add_up_to_a_share_of_the_step():
     assert 0 < sum(metrics["clipped_ratio_fraction"] for metrics in found.metrics) < 1
 
 
-def kl_by_hand(step: cases.Step, estimator: str | None, coefficient: float) -> tuple[float, list[torch.Tensor]]:
-    """Term and gradient in float64: each estimate by its formula, a mean over the samples; None: k3 of the host, a mean over
-    tokens. The reference is 0.3 above the old policy."""
+def kl_of(step: cases.Step, estimator: str | None, coefficient: float) -> tuple[float, list[torch.Tensor]]:
+    """Term and gradient in float64, a mean over the samples; None: k3 of the host, a mean over tokens. The reference is 0.3 above
+    the old policy."""
     num_tokens = sum(sum(sample.loss_mask) for sample in step.samples)
     total, gradients = 0.0, []
-    for index, sample in enumerate(step.samples):
+    for values, sample in zip(step.log_probs, step.samples, strict=True):
+        leaf, old = values.double().requires_grad_(), torch.tensor(sample.old_log_probs, dtype=torch.float64)
         mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
-        moved = step.log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
-        d, rho = moved - 0.3, moved.exp()
-        k3 = (-d).exp() - 1 + d
-        estimates = {None: (k3, 1 - (-d).exp()), "k2": (d.square() / 2, d), "unbiased": (rho * k3, rho * d)}
-        value, derivative = estimates[estimator]
-        number = num_tokens if estimator is None else max(float(mask.sum()), 1) * len(step.samples)
-        weight = coefficient * mask / number
+        weight = coefficient * mask / (max(float(mask.sum()), 1) * len(step.samples) if estimator else num_tokens)
+        value, trained = ESTIMATORS[estimator or "k3"](leaf, old + 0.3, leaf - old)
+        gradients += torch.autograd.grad((weight * trained).sum(), leaf)
         total += float((weight * value).sum())
-        gradients.append(weight * derivative)
     return total, gradients
 
 
@@ -59,7 +56,7 @@ def check_kl(case: Case, estimator: str | None, **by: Any) -> None:
     step, own = cases.make_step(case), by.pop("own", cases.OwnLoss)
     settings = {"reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": estimator}
     without, with_kl = (cases.run_step(case, step, cases.make_loss(case, own, **given), **by) for given in ({}, settings))
-    total, gradients = kl_by_hand(step, estimator, 0.1)
+    total, gradients = kl_of(step, estimator, 0.1)
     for plain, found, expected in zip(without.gradients, with_kl.gradients, gradients, strict=True):
         assert torch.allclose((found - plain).double(), expected, rtol=1e-4, atol=1e-8)  # a difference of float32 gradients
     assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)

@@ -5,7 +5,6 @@ SKYRL_ROOT=... pytest -m host --require host tests/test_skyrl.py
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import re
@@ -17,12 +16,13 @@ import pytest
 import skyrl_cases as cases
 import torch
 from dense_row_cases import LOSSES, RowCase, samples_of, too_large
-from forked import forked, in_fork
+from forked import forked
 from host_checkouts import SKYRL
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import skyrl, skyrl_driver
 from megatron_rl.hosts.dense_rows import Rollouts
+from megatron_rl.testing.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -209,43 +209,42 @@ def test_a_bad_line_and_another_contract_end_before_ray_starts(old, new, message
 # SkyRL's own code
 
 
+def tables_of_skyrl():
+    """Its module of losses, with ours in its registry, and without a correction of its own. For a rank that ends with the test."""
+    tables = SKYRL.load(skyrl.TABLES)
+    skyrl.register(tables.PolicyLossRegistry, skyrl.Words())
+    SKYRL.load(skyrl.CORRECTIONS).off_policy_correction_enabled = lambda off_policy_correction: False
+    return tables
+
+
+def errors_of_scale(rank: int) -> dict[str, float]:
+    tables = tables_of_skyrl()
+    skyrl.CONTRACT.check()
+    assert set(skyrl.losses()) <= {name.removeprefix("megatron_rl.") for name in tables.PolicyLossRegistry.list_available()}
+    scale = tables.apply_loss_reduction_to_advantages_minibatch
+    return {str(case): cases.error_of(case, scale) for case in cases.matrix(LOSSES)}
+
+
 @pytest.mark.host("SKYRL_ROOT")
 def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
     """Five aggregations, three losses, dp, cp and micro-batches, ragged groups, fully masked samples."""
-
-    def work() -> int:
-        tables = SKYRL.load(skyrl.TABLES)
-        skyrl.CONTRACT.check()
-        skyrl.register(tables.PolicyLossRegistry, skyrl.Words())
-        assert set(skyrl.losses()) <= {name.removeprefix("megatron_rl.") for name in tables.PolicyLossRegistry.list_available()}
-        corrections = SKYRL.load(skyrl.CORRECTIONS)
-        corrections.off_policy_correction_enabled = lambda off_policy_correction: False
-        scale = tables.apply_loss_reduction_to_advantages_minibatch
-        print(json.dumps({str(case): cases.error_of(case, scale) for case in cases.matrix(LOSSES)}))
-
-    out, _ = in_fork(work, seconds=300)
-    found = json.loads(out.splitlines()[-1])
-    print(f"worst {max(found.values()):.1e} of {len(found)}")
+    (found,) = run_ranks(errors_of_scale, 1, use_megatron=False, timeout=300)
     assert len(found) == 90 and not too_large(found)
+
+
+def errors_of_trajectories(rank: int) -> dict[str, float]:
+    tables_of_skyrl()
+    trainer = SKYRL.load(skyrl_driver.TRAINER)
+    owner, found = trainer.RayPPOTrainer, {}
+    own = owner.convert_to_training_input, owner._normalize_advantages
+    for case in cases.trajectory_matrix():
+        owner.convert_to_training_input, owner._normalize_advantages = own
+        found[str(case)] = cases.error_of(case, trainer=trainer)
+    return found
 
 
 @pytest.mark.host("SKYRL_ROOT")
 def test_skyrls_own_trainer_weighs_trajectories_of_several_rows_once():
     """FB-141: through its batch, its padding and its scaled advantages, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) by hand."""
-
-    def work() -> None:
-        tables, trainer = SKYRL.load(skyrl.TABLES), SKYRL.load(skyrl_driver.TRAINER)
-        skyrl.register(tables.PolicyLossRegistry, skyrl.Words())
-        SKYRL.load(skyrl.CORRECTIONS).off_policy_correction_enabled = lambda off_policy_correction: False
-        owner = trainer.RayPPOTrainer
-        own = owner.convert_to_training_input, owner._normalize_advantages
-        found = {}
-        for case in cases.trajectory_matrix():
-            owner.convert_to_training_input, owner._normalize_advantages = own
-            found[str(case)] = cases.error_of(case, trainer=trainer)
-        print(json.dumps(found))
-
-    out, _ = in_fork(work, seconds=300)
-    found = json.loads(out.splitlines()[-1])
-    print(f"worst {max(found.values()):.1e} of {len(found)}")
+    (found,) = run_ranks(errors_of_trajectories, 1, use_megatron=False, timeout=300)
     assert len(found) == 22 and max(found.values()) <= 1e-6, found  # float32 numbers against a float64 step

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import json
 import math
 import pickle
 import sys
@@ -35,6 +34,7 @@ from megatron_rl.hosts import dense_rows, model_notes, verl, verl_loss, verl_plu
 from megatron_rl.hosts.choice import value_at
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.testing.ranks import run_ranks
 
 TOLERANCE = 1e-5
 ROLLOUT_TOLERANCE = 1e-6  # float32 numbers against a float64 step
@@ -485,14 +485,9 @@ def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return compute(log_ratio, mask, **{name.removeprefix(verl.CORRECTION): value for name, value in verl.UNCUT_WEIGHTS.items()})[0]
 
 
-def errors_by_verl(chosen: list[Case]) -> dict[str, float]:
-    def work() -> None:
-        ppo_loss, config_of = load_verl()
-        found = {str(case): error_of(case, ppo_loss, config_of(case)) for case in chosen}
-        print(json.dumps(found))
-
-    out, _ = in_fork(work)
-    return json.loads(out)
+def errors_by_verl(rank: int, chosen: list[Case]) -> dict[str, float]:
+    ppo_loss, config_of = load_verl()
+    return {str(case): error_of(case, ppo_loss, config_of(case)) for case in chosen}
 
 
 @pytest.mark.host("VERL_ROOT")
@@ -500,7 +495,7 @@ def errors_by_verl(chosen: list[Case]) -> dict[str, float]:
 def test_verls_own_loss_path_is_exact_with_ours(loss):
     """Five aggregations, engines, layouts, ragged groups, a fully masked sample."""
     chosen = cases.matrix([loss])
-    found = errors_by_verl(chosen)
+    (found,) = run_ranks(errors_by_verl, 1, chosen, use_megatron=False)
     assert len(found) == len(chosen) == 75
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
@@ -509,7 +504,7 @@ def test_verls_own_loss_path_is_exact_with_ours(loss):
 def test_verls_own_loss_path_weighs_rollouts_of_several_rows_once():
     """FB-141: rows of a rollout on any rank and micro-batch, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) by hand in float64."""
     chosen = cases.rollout_matrix()
-    found = errors_by_verl(chosen)
+    (found,) = run_ranks(errors_by_verl, 1, chosen, use_megatron=False)
     print(f"worst {max(found.values()):.1e} of {len(found)}")
     assert len(found) == len(chosen) == 23
     assert max(found.values()) <= ROLLOUT_TOLERANCE, {name: error for name, error in found.items() if not error <= 1e-6}
@@ -614,14 +609,13 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
 @pytest.mark.host("VERL_ROOT")
 def test_verls_contract_is_the_one_that_was_probed():
     """Red here: verl has moved; read what the line did, then what our loss makes of it."""
+    others = {"clip_ratio": 0.2, "loss_agg_mode": verl.TOKEN_MEAN, "ppo_mini_batch_size": 256}
+    expected = dict(verl.THEIRS.values()) | others
 
     def work() -> None:
         load_verl()
         verl_step.count_in(VERL.load("verl.workers.engine.base"))
         actor = VERL.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-        names = [*(name for name, _ in verl.THEIRS.values()), "clip_ratio", "loss_agg_mode", "ppo_mini_batch_size"]
-        print(json.dumps({name: value_at(actor, name) for name in names}))
+        assert {name: value_at(actor, name) for name in expected} == expected
 
-    out, _ = in_fork(work)
-    others = {"clip_ratio": 0.2, "loss_agg_mode": verl.TOKEN_MEAN, "ppo_mini_batch_size": 256}
-    assert json.loads(out) == dict(verl.THEIRS.values()) | others
+    in_fork(work)
