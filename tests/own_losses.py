@@ -109,11 +109,6 @@ def own_cispo(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_hi
     return cispo(log_ratio, advantages, log_probs, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
 
 
-def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
-    """An aggregation that says nothing of itself."""
-    return torch.ones_like(token_counts)
-
-
 def odd(token_counts, totals, *, prompt_token_counts, divisor):
     """An aggregation without a formula."""
     return 1 / (totals.num_samples * (token_counts + 10))
@@ -155,7 +150,6 @@ def declare() -> None:
     register_correction("own_normalised")(normalised)
     register_correction("own_root")(root)
     register_policy_loss("cispo of mine", clip_ratios=(1.0, 0.28), triton="megatron_rl.losses.cispo_triton.cispo")(own_cispo)
-    register_loss_aggregation("own_by_hand")(by_hand)
     register_loss_aggregation("own_odd")(odd)
     register_loss_aggregation("own_of_the_call", needs=("num_samples",))(of_the_call)
     # Formulas: one that needs no more than the hosts give, one of prompts, one of m_i.

@@ -284,7 +284,7 @@ LATENT = {"multi_latent_attention": True}
 IN_HOST = {"route": Route.REDUCER}
 IN_TRAIN = {"route": Route.TRAIN}
 MTP = {**PER_TOKEN, **IN_HOST, "mtp_num_layers": 1, "enable_mtp_training": True, "context_parallel_size": 2}
-OWN = {"loss_aggregation": "own_losses.by_hand"}
+OWN = {"loss_aggregation": "own_losses.odd"}
 
 # rule: fields of PolicyLossConfig, the route, and arguments of the launch. tests/messages.txt has what is said.
 REFUSED_BY_RULES: dict[str, list[dict]] = {

@@ -176,8 +176,8 @@ def differences(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # log_pro
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
 def test_the_derivative_is_that_of_the_value_where_this_is_declared(name):
-    """FB-59: by autograd in float64, through the ratio too. Beyond the bound of the exponents a derivative is finite, and may be
-    cut."""
+    """FB-59, FB-132: by autograd in float64, through the ratio too, however far the policies are apart. Beyond the bound of the
+    exponents a derivative is finite, and may be cut."""
     estimator, given = KL_ESTIMATORS[name], differences(torch.float64)
     value, derivative = kl_estimate(estimator, *given)
     same, of_value = kl_estimate(value_alone_of(estimator), *given)

@@ -60,8 +60,8 @@ def test_a_users_aggregation_is_found_by_its_name():
 
 def test_a_users_functions_are_reachable_by_dotted_name(own_losses):
     """A flag value with a dot is imported as module.function; test_own.py computes with them."""
-    by_hand = get_loss_aggregation("own_losses.by_hand")
-    assert (by_hand.formula, by_hand.needs, by_hand.takes_divisor) == (None, None, None)
+    odd = get_loss_aggregation("own_losses.odd")
+    assert (odd.formula, odd.needs, odd.takes_divisor) == (None, None, None)
     assert get_policy_loss("own_losses.heeding") is get_policy_loss("own_heeding")
     assert {"own_losses.heeding", "own_heeding"} <= set(policy_loss_names())
 
