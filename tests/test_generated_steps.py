@@ -328,6 +328,8 @@ def check_collectives(batch: Microbatch, begins: list[int]) -> None:
     has_entropy = case.metrics == "with_entropy" or case.settings.entropy_coefficient > 0
     num_gathers = (1 + (case.kept != "all" and has_entropy)) * (batch.groups.tp.size() > 1)
     assert [kind for kind, _ in over_tp] == ["all_gather"] * num_gathers, over_tp
+    if case.kept == "all":
+        assert all(shape[1] == 3 + has_entropy for _, shape in over_tp), "an entropy costs a column, and only where it is asked for"
 
 
 def unweighed(step: Step, number: int) -> SimpleNamespace:

@@ -101,26 +101,16 @@ REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_proc
 
 
 def test_the_start_line_states_the_records_formula():
-    settings = {"loss_aggregation": SAMPLE_SUM, **REDUCER, "global_batch_size": 256}
-    launch = check_launch(Namespace(**settings))
-    config = launch.config
+    """And what it does not know. tests/test_init_hook.py has the built-in ones."""
+    launch = check_launch(Namespace(loss_aggregation=SAMPLE_SUM, **REDUCER, global_batch_size=256))
     assert weight_of_a_token(launch) == "1/N = 1/256 = 0.003906"
-    assert "sample_mean x m (m: mean tokens of a sample)" in shift_in_words(config)
-    said = [shift_in_words(config, coefficients) for coefficients in ((0.1, 0.1), (0.0, 0.1), (0.0, 0.0))]
+    said = [shift_in_words(launch.config, coefficients) for coefficients in ((0.1, 0.1), (0.0, 0.1), (0.0, 0.0))]
     ends = ["; KL and entropy x 1/m beside it", "; entropy x 1/m beside it", ""]
     assert all(line.endswith(f"Adam hides it, clipping does not{end}") for line, end in zip(said, ends, strict=True)), said
-    of_batch = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "advantage_estimator": "grpo", "loss_type": "policy_loss"}
-    launch = check_launch(Namespace(**{**settings, **REWARD, **of_batch, "loss_aggregation": OF_GROUPS}))
-    of_groups = launch.config
-    assert weight_of_a_token(launch) == "m_i/(N M_g) = m_i/(256 M_g)"
-    assert "sample_mean x m_i^2/M_g for sample i" in shift_in_words(of_groups)
-
-
-def test_the_start_line_says_what_it_does_not_know():
-    config, unknown = PolicyLossConfig(loss_aggregation=ODD), "not stated: own_odd declares no formula"
-    launch = read_launch(Namespace(loss_aggregation=ODD, **REDUCER, **REWARD))
-    assert weight_of_a_token(launch) == unknown
-    assert shift_in_words(config) == f"weights against sample_mean {unknown}"
+    unknown = "not stated: own_odd declares no formula"
+    assert weight_of_a_token(read_launch(Namespace(loss_aggregation=ODD, **REDUCER, **REWARD))) == unknown
+    assert shift_in_words(PolicyLossConfig(loss_aggregation=ODD)) == f"weights against sample_mean {unknown}"
+    assert "sample_mean x m_i^2/M_g for sample i" in shift_in_words(PolicyLossConfig(loss_aggregation=OF_GROUPS))
 
 
 def test_a_host_that_gives_too_little_refuses_it_by_name():
