@@ -7,6 +7,7 @@ Derivation: docs/losses.md, "Log-probabilities over a sharded vocabulary".
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -130,6 +131,7 @@ def vocab_parallel_log_probs(
     return (log_probs, entropy) if with_entropy else log_probs
 
 
+@functools.cache
 def row_kernels(backend: Backend) -> RowKernels:
     """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
     if backend == Backend.TORCH:
