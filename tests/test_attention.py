@@ -30,11 +30,8 @@ SINKS = torch.tensor([-1.0, 0.0, 0.7, 3.0], dtype=torch.float64)
 
 # One row per thing that can go wrong: (bounds of the documents in the whole row, rows, tokens of padding behind them).
 PACKED_ROWS = [
-    pytest.param([0, 16], 16, id="one document"),
     pytest.param([0, 8, 16, 40], 40, id="two of one length, then a longer one"),
-    pytest.param([0, 8, 8, 24], 24, id="FB-64 an empty document in the middle"),
-    pytest.param([0, 0, 8, 8], 8, id="FB-64 empty documents at start and end"),
-    pytest.param([0, 8, 24], 40, id="FB-63 a padding tail"),
+    pytest.param([0, 0, 8, 8, 24, 24], 40, id="FB-63, FB-64 empty documents at start, middle and end, a padding tail"),
     pytest.param([0], 16, id="nothing but padding"),
 ]
 
@@ -232,30 +229,26 @@ def run_local_attention(rank, bounds, rows, batch, kind):
     return local, output, gradients[:3], gradients[3:]
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
-@pytest.mark.parametrize(("bounds", "rows"), [*PACKED_ROWS, pytest.param(None, 32, id="padded batch of three rows")])
-def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, bounds, rows, cp_size):
-    """Catches keys put back in a wrong order, a mask that is off by a chunk, and a gradient that stays on its rank."""
+OF_RANKS = [
+    pytest.param(2, [0, 8, 8, 24], 40, {}, id="CP2, an empty document, a padding tail"),
+    pytest.param(4, [0, 8, 16, 40], 40, {}, id="CP4"),
+    pytest.param(2, [0], 16, {}, id="CP2, nothing but padding"),
+    pytest.param(4, None, 32, {}, id="CP4, padded batch of three rows"),
+    *(pytest.param(2, [0, 8, 32], 40, *kind.values, id=f"CP2, {kind.id}") for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("cp_size", "bounds", "rows", "kind"), OF_RANKS)
+def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, cp_size, bounds, rows, kind):
+    """Catches keys put back in a wrong order, a mask that is off by a chunk, and a gradient that stays on its rank. The gradient of
+    a sink is the sum over the ranks' queries."""
     batch = 3 if bounds is None else 1
-    whole_output, whole_gradients = loop_reference(*random_inputs(rows, batch), bounds or [0])
-    seen = []
-    for local, output, gradients, _ in pool.run(run_local_attention, bounds, rows, batch, {}, world_size=cp_size):
-        seen += local.tolist()
-        expected = tuple(x[local] for x in whole_gradients)
-        torch.testing.assert_close((output, gradients), (whole_output[local], expected), **EXACT)
-    assert sorted(seen) == list(range(rows))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_context_parallel_ranks_have_windows_and_sinks(pool, kind):
-    """The gradient of a sink is the sum over the ranks' queries."""
-    bounds, rows = [0, 8, 32], 40
-    whole_output, whole_gradients = reference_of(kind, random_inputs(rows), bounds)
-    answers = pool.run(run_local_attention, bounds, rows, 1, kind, world_size=2)
+    whole_output, whole_gradients = reference_of(kind, random_inputs(rows, batch), bounds or [0])
+    answers = pool.run(run_local_attention, bounds, rows, batch, kind, world_size=cp_size)
     for local, output, gradients, _ in answers:
-        torch.testing.assert_close(
-            (output, gradients), (whole_output[local], tuple(x[local] for x in whole_gradients[:3])), **EXACT
-        )
+        expected = tuple(x[local] for x in whole_gradients[:3])
+        torch.testing.assert_close((output, gradients), (whole_output[local], expected), **EXACT)
+    assert sorted(row for local, *_ in answers for row in local.tolist()) == list(range(rows))
     of_sinks = [sum(parts) for parts in zip(*(answer[3] for answer in answers), strict=True)]
     torch.testing.assert_close(of_sinks, [*whole_gradients[3:]], **EXACT)
 

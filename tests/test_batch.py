@@ -15,7 +15,6 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
 
@@ -277,47 +276,3 @@ def test_a_step_of_partial_groups_or_of_masks_that_weigh_is_refused():
         step = [StepSample(tokens=[1, 2, 3], loss_mask=mask, prompt_id="a", advantage=1.0)]
         with pytest.raises(DataError, match=r"loss_masks\[0\] has values other than 0 and 1"):
             weigh_samples(PolicyLossConfig(), step, ParallelGroups())
-
-
-# Rows of the golden step of tests/test_counts.py.
-ROWS = list(zip("aaabbbb", "AABCCCD", [2, 4, 3, 1, 1, 4, 0], strict=True))
-
-
-def rows_of_rollouts(places) -> list[StepSample]:
-    chosen = [ROWS[place] for place in places]
-    return [
-        StepSample(tokens=[1] * 6, loss_mask=[1] * count + [0] * (5 - count), prompt_id=prompt, advantage=1.0, rollout_id=rollout)
-        for prompt, rollout, count in chosen
-    ]
-
-
-WEIGHTS = {
-    "sample_mean": [1 / 24, 1 / 24, 1 / 12, 1 / 24, 1 / 24, 1 / 24, 0],
-    "row_mean": [1 / 16, 1 / 32, 1 / 12, 1 / 12, 1 / 12, 1 / 48, 0],
-}
-
-
-def weighed_on_rank(rank, shares):
-    groups = ParallelGroups(dp=torch.distributed.group.WORLD)
-    return {
-        name: [
-            (sample.token_weight, sample.regularizer_weight)
-            for sample in weigh_samples(PolicyLossConfig(loss_aggregation=name), rows_of_rollouts(shares[rank]), groups)[0]
-        ]
-        for name in WEIGHTS
-    }
-
-
-@pytest.mark.parametrize("shares", [([0, 3, 5, 6], [1, 2, 4]), (range(7), [])], ids=["apart", "a rank without samples"])
-def test_samples_of_a_rollout_are_weighed_together_wherever_they_lie(shares):
-    for rank, found in enumerate(run_ranks(weighed_on_rank, 2, shares, use_megatron=False)):
-        for name, weights in found.items():
-            wanted = [(WEIGHTS[name][place], WEIGHTS["sample_mean"][place]) for place in shares[rank]]
-            assert weights == [pytest.approx(pair, rel=1e-7) for pair in wanted]  # float32
-
-
-def test_some_samples_without_a_rollout_are_refused():
-    step = rows_of_rollouts(range(7))
-    step[3] = replace(step[3], rollout_id=None)
-    with pytest.raises(DataError, match="rollout id None is NoneType: use int or str"):
-        weigh_samples(PolicyLossConfig(), step, ParallelGroups())

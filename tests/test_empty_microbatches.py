@@ -11,34 +11,28 @@ from loss_backends import HAS_TRITON
 
 from megatron_rl import CorrectionSettings, importance_correction, linear_log_probs, linear_policy_loss, vocab_parallel_log_probs
 from megatron_rl.declare import get_policy_loss
-from megatron_rl.layout.groups import SINGLE, resolve_groups
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs
 
 pool = pool_of(2)
-# One of each level and way through the reduction; dppo_tv compares with the sampler; the own loss sums over samples by itself.
-KINDS = ("grpo", "dppo_tv", "gspo", "gmpo", "own_gmpo")
+# One of each level; dppo_tv compares with the sampler.
+KINDS = ("grpo", "dppo_tv", "gspo")
 DOORS = ("logits", "log-probabilities", "head")
 BY_SAMPLE = CorrectionSettings(kind="icepop", level="sequence_mean", low=0.9, high=1.1)
-CORRECTIONS = {
-    "no correction": None,
-    "of tokens": CorrectionSettings(kind="tis", level="token", low=0.0, high=2.0),
-    "of samples": BY_SAMPLE,
-    "of the policy in training": CorrectionSettings(kind="icepop", level="sequence_sum", low=0.9, high=1.1, sequence_delta=0.1),
-}
 V, H = 6, 3
 
 
-def outcome(door: str, kind: str, rows: int, correction: str, has_all: bool, backend: str, groups) -> str | None:
+def outcome(door: str, kind: str, rows: int, has_all: bool, backend: str, groups) -> str | None:
     """What is wrong with the result of `rows` rows of padding; None: nothing."""
     dtype, device = torch.float32, KERNEL_DEVICE
     labels, bounds, none = torch.zeros(rows, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), torch.zeros(0)
     rows_of = {name: torch.full((rows,), -1.5) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
     options = {"tp_group": groups.tp, "cp_group": groups.cp, "metrics": "basic", "backend": backend, "advantages_per": "sample"}
-    options |= {"correction": CORRECTIONS[correction], "rollout_log_probs": rows_of["rollout_log_probs"]}
-    if get_policy_loss(kind).anchor == "rollout":
-        options["correction"] = None
+    options |= {"rollout_log_probs": rows_of["rollout_log_probs"]}
+    if get_policy_loss(kind).anchor != "rollout":
+        options["correction"] = BY_SAMPLE
     if has_all:
         options |= {"kl_coefficient": 0.1, "ref_log_probs": rows_of["ref_log_probs"], "regularizer_weights": none}
         options |= {"token_counts": torch.zeros(0, dtype=torch.int64), "importance_weights": torch.ones(rows)}
@@ -70,15 +64,9 @@ def _on(device: str, options: dict) -> dict:
 
 def of_rank(rank: int, backend: str) -> list[str]:
     """Each case in which this rank has something else than zeros."""
-    import own_losses
-
-    own_losses.declare()
-    groups, problems, cases = resolve_groups(), [], []
-    for door, kind, correction in itertools.product(DOORS, KINDS, CORRECTIONS):
-        for has_all in (False, True):  # with counts and lengths, which save a collective
-            rows = 4 if (len(cases) // 2 + has_all) % 3 else 0
-            cases.append((door, kind, rows, correction, has_all, backend))
-    for case in cases:
+    groups, problems = resolve_groups(), []
+    # has_all: with counts and lengths, which save a collective.
+    for case in itertools.product(DOORS, KINDS, (0, 4), (False, True), (backend,)):
         try:
             problem = outcome(*case, groups)
         except Exception as error:  # of any type: the case is named
@@ -111,29 +99,16 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_rank_without_documents_gives_zeros(backend, own_losses):
+def test_one_rank_without_documents_gives_zeros(backend):
     """FB-25."""
-    del own_losses
-    assert resolve_groups().cp is SINGLE
     assert of_rank(0, backend) == []
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_context_parallel_ranks_without_documents_give_zeros(backend, pool):
+@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "context_parallel_size"])
+def test_ranks_without_documents_give_zeros(size, pool):
     """FB-25. The collectives of each case must be the same on both ranks: else one waits here."""
     if KERNEL_DEVICE == "cuda":
         pytest.skip("a process that has used CUDA cannot be forked")
-    assert pool.run(of_rank, backend, context_parallel_size=2) == [[], []]
-
-
-@pytest.mark.megatron
-def test_tensor_parallel_ranks_without_documents_give_zeros(pool):
-    assert pool.run(of_rank, "torch", tensor_model_parallel_size=2) == [[], []]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "context_parallel_size"])
-def test_log_probs_and_corrections_of_no_token_are_empty(size, pool):
-    of_other_doors(0)
+    assert pool.run(of_rank, "torch", **{size: 2}) == [[], []]
     pool.run(of_other_doors, **{size: 2})

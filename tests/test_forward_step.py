@@ -19,7 +19,6 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
-from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.megatron.schedule import delivered_factor
@@ -141,7 +140,7 @@ def masked_on_rank(rank, kind):
     return answers
 
 
-@pytest.mark.parametrize("kind", policy_loss_names())
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "dppo_tv"])
 def test_a_micro_batch_without_an_unmasked_token_has_loss_0_and_gradient_0(pool, kind):
     """FB-55: 0 / 0 where everything is masked; here logits, old log-probabilities and the advantage are NaN besides (FB-56)."""
     [(masked, empty)] = pool.run(masked_on_rank, kind, world_size=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 from types import ModuleType
 from unittest import mock
 
@@ -13,17 +13,18 @@ import torch
 from foreign_heads import FOREIGN_HEADS, check_refusals
 from helpers import error_of, pool_of
 from test_fused_head import FUSED, model_input, small_model
-from trainer_cases import CP, STILL, TP, gradients_of, ragged_step, relative_difference, tiny_trainer, whole
+from trainer_cases import STILL, gradients_of, ragged_step, relative_difference, tiny_trainer, whole
 
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.heads.placed_head import place_head
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import find_output_layer, transformer_config
-from megatron_rl.train.trainer import PolicyTrainer
+from megatron_rl.megatron.schedule import scale_for_schedule
 
 pytestmark = pytest.mark.megatron
 
@@ -36,58 +37,26 @@ pool = pool_of(2)
 # Experts: their auxiliary losses are attached to activations, and the schedule scales them
 
 
-def trainer_of_experts(config: PolicyLossConfig, auxiliary: float, **settings) -> PolicyTrainer:
-    """A policy of four experts a layer, two a token, with a load-balancing and a z loss."""
+def step_with_experts(rank, is_fused, auxiliary, loss=None, is_silent=False):
+    """Gradients of a step of two micro-batches; a silent one has advantages of 0, so that the policy loss adds none."""
+    head = {"fused_lm_head_loss": True, "max_logits_bytes": 512} if is_fused else {}
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}
     experts |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": auxiliary}
     experts |= {"moe_z_loss_coeff": auxiliary} if auxiliary else {}
-    return tiny_trainer(config, experts=experts, **STILL, **SIZES, **settings)
-
-
-def step_with_experts(rank, settings, is_fused, auxiliary, loss=None, is_silent=False):
-    """Gradients of a step of two micro-batches; a silent one has advantages of 0, so that the policy loss adds none."""
-    head = {"fused_lm_head_loss": True, "max_logits_bytes": 512} if is_fused else {}
-    trainer = trainer_of_experts(PolicyLossConfig(**head, **(loss or {})), auxiliary, **settings)
+    trainer = tiny_trainer(PolicyLossConfig(**head, **(loss or {})), experts=experts, **STILL, **SIZES)
     samples = [replace(sample, advantage=0.0) if is_silent else sample for sample in ragged_step()]
     trainer.step([samples[:3], samples[3:]])
     return gradients_of(trainer)
 
 
-LAYOUTS = [
-    pytest.param(1, {}, {}, id="one rank"),
-    pytest.param(2, {CP: 2}, {}, id="CP2"),
-    pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP"),
-]
-
-
-@pytest.mark.parametrize(("world_size", "layout", "settings"), LAYOUTS)
-def test_auxiliary_losses_of_experts_are_untouched_by_the_fused_head(pool, world_size, layout, settings):
-    """FB-32: their gradient reaches the layers through the hidden states, with the scale that the schedule gave them."""
-    found = [
-        whole(pool.run(step_with_experts, settings, is_fused, auxiliary, world_size=world_size, **layout))
-        for is_fused, auxiliary in ((False, 0.0), (False, 0.5), (True, 0.5))
-    ]
-    without, plain, fused = found
-    routers = [name for name in plain if "router" in name]
-    assert routers and relative_difference({n: without[n] for n in routers}, {n: plain[n] for n in routers}) > 0.1
-    assert relative_difference(fused, plain) < 1e-5
-    assert relative_difference({n: fused[n] for n in routers}, {n: plain[n] for n in routers}) < 1e-5
-
-
-LOSSES = {
-    "sample_mean": {},
-    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 0.01},
-    "gspo": {"policy_loss": "gspo", "loss_aggregation": "token_mean", "gradient_divisor": "num_samples"},
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool, loss):
+@pytest.mark.parametrize("is_fused", [False, True], ids=["logits", "fused head"])
+def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool, is_fused):
     """FB-32: what they add to the gradient is what they are where a loss by default adds nothing. Catches a weight, a divisor or a
     factor of the schedule that reaches them too. `constant` makes the policy term some hundred times larger than by default."""
+    loss = {"loss_aggregation": "constant", "loss_aggregation_divisor": 0.01, "gradient_divisor": "num_samples"}
     with_them, without, alone = (
-        whole(pool.run(step_with_experts, {}, False, auxiliary, settings, is_silent, world_size=1))
-        for auxiliary, settings, is_silent in ((0.5, LOSSES[loss], False), (0.0, LOSSES[loss], False), (0.5, {}, True))
+        whole(pool.run(step_with_experts, *given, world_size=1))
+        for given in ((is_fused, 0.5, loss), (is_fused, 0.0, loss), (False, 0.5, None, True))
     )
     routers = [name for name in alone if "router" in name]
     added = {name: with_them[name] - without[name] for name in routers}
@@ -97,31 +66,23 @@ def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool,
 
 
 def refused_on_rank(rank):
-    """What a trainer says at start, and a loop of one's own whose config was changed later, through scale_for_schedule."""
-    from megatron_rl.count import StepTotals
-    from megatron_rl.megatron.schedule import scale_for_schedule
-
+    """What a loop of one's own whose config was changed later is told, through scale_for_schedule."""
     config = transformer_config(**SIZES, num_moe_experts=4, moe_ffn_hidden_size=32, calculate_per_token_loss=True)
     step = {"totals": StepTotals(1, None, 1), "num_local_tokens": 1, "groups": resolve_groups()}
-    given = ({}, {"moe_aux_loss_coeff": 0.01}, {"moe_z_loss_coeff": 0.001})
-    configs = [replace(config, **settings) for settings in (*given, {"moe_z_loss_coeff": 0.001, "calculate_per_token_loss": False})]
-    scaled = [partial(scale_for_schedule, torch.ones(()), 1, config=changed, **step) for changed in configs]
-    per_token = partialmethod(PolicyTrainer._transformer_config, calculate_per_token_loss=True)
-    with mock.patch.object(PolicyTrainer, "_transformer_config", per_token):
-        at_start = error_of(lambda: trainer_of_experts(PolicyLossConfig(loss_aggregation="token_mean"), 0.5))
-    return [at_start, *map(error_of, scaled)]
+    given = (
+        {"moe_aux_loss_coeff": 0.01},
+        {"moe_z_loss_coeff": 0.001},
+        {"moe_z_loss_coeff": 0.001, "calculate_per_token_loss": False},
+    )
+    configs = [replace(config, **settings) for settings in given]
+    return [error_of(partial(scale_for_schedule, torch.ones(()), 1, config=changed, **step)) for changed in configs]
 
 
 def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
     """FB-32: a bridge sets the coefficient of a checkpoint, which no argument shows."""
-    ((at_start, nothing_set, balancing, z_loss, other_contract),) = pool.run(refused_on_rank, world_size=1)
-    assert "ConfigError: 2 problems" in at_start and "moe_aux_loss_coeff=0.5 of aux_loss does not go with" in at_start
-    assert (
-        "moe_aux_loss_coeff=0.01 of aux_loss" in balancing
-        and "set moe_aux_loss_coeff to 0, or add --router-aux-loss exact" in balancing
-    )
-    assert "moe_z_loss_coeff=0.001 does not go with" in z_loss
-    assert (nothing_set, other_contract) == ("", "")
+    ((balancing, z_loss, other_contract),) = pool.run(refused_on_rank, world_size=1)
+    assert "moe_aux_loss_coeff=0.01 of aux_loss" in balancing and "or add --router-aux-loss exact" in balancing
+    assert "moe_z_loss_coeff=0.001 does not go with" in z_loss and other_contract == ""
 
 
 def hooked_on_rank(rank, kind):

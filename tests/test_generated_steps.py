@@ -468,7 +468,7 @@ def assert_near(got: float | Tensor, want: float | Tensor, tolerance: float, wha
 @pytest.mark.parametrize("case", [needs_triton(case) for case in CASES])
 def test_a_step_is_that_of_the_dense_oracle(case):
     """Values: FB-19, FB-47, FB-65, FB-117, FB-118, FB-119. Ranks: FB-22, FB-23, FB-25, FB-28, FB-44, FB-45, FB-46,
-    FB-49, FB-51. Shapes: FB-10, FB-55, FB-56, FB-59, FB-60, FB-64. Options and kernels: FB-39, FB-63, FB-80, FB-93."""
+    FB-49, FB-51, FB-122. Shapes: FB-10, FB-55, FB-56, FB-59, FB-60, FB-64. Options and kernels: FB-39, FB-63, FB-80, FB-93."""
     step, split = step_of(case), case.split
     truth = dense_step(step.samples, step.logits, case.settings)
     groups, own = groups_of(split)

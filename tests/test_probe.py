@@ -45,24 +45,16 @@ EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 BOTH = (False, True)
 LAYOUTS = [
     pytest.param(1, {}, {}, BOTH, id="one rank"),
-    pytest.param(2, {}, {}, BOTH, id="DP2: the average over ranks"),
     pytest.param(2, {CP: 2}, {}, BOTH, id="CP2: a cp factor"),
     pytest.param(4, {TP: 2, PP: 2}, {}, BOTH, id="TP2xPP2: an average over tp, where none belongs; the loss lives on one stage"),
-    pytest.param(4, {CP: 2}, {}, BOTH, id="CP2xDP2: an average over dp alone"),
     pytest.param(4, {PP: 2, VPP: 2}, {}, BOTH, id="DP2xPP2 with interleaved stages"),
-    pytest.param(2, {}, {"use_distributed_optimizer": True}, BOTH, id="DP2, distributed optimiser: each rank reduces a shard"),
-    pytest.param(2, {}, {"overlap_grad_reduce": True}, BOTH, id="DP2, overlapped reduction: one for each micro-batch"),
     # Megatron allows it without per-token loss alone.
-    pytest.param(2, {}, {"average_in_collective": True}, (False,), id="DP2, an average in the collective counts once"),
-    pytest.param(2, {EP: 2}, {}, BOTH, id="DP2xEP2: an average over ranks that hold other experts"),
     pytest.param(
         4, {EP: 2}, {"average_in_collective": True}, (False,), id="DP4xEP2, an average in the collective: half of the ranks"
     ),
     pytest.param(4, {EP: 2}, {"use_distributed_optimizer": True}, BOTH, id="DP4xEP2, distributed optimiser"),
     pytest.param(4, {CP: 2, EP: 4, ETP: 1}, {"overlap_grad_reduce": True}, BOTH, id="CP2xDP2xEP4, overlapped reduction"),
     pytest.param(4, {TP: 2, EP: 2}, {}, BOTH, id="TP2xDP2, EP2, ETP2: a rank's share of the tokens"),
-    pytest.param(4, {TP: 2, EP: 4, ETP: 1}, {}, BOTH, id="TP2xDP2, EP4, ETP1"),
-    pytest.param(4, {PP: 2, EP: 2}, {}, BOTH, id="PP2xDP2, EP2: the loss lives on one stage"),
     pytest.param(4, {TP: 2, ETP: 1}, {}, BOTH, id="TP2xDP2, ETP1: 0.19 adds the gradients of replicas"),
     pytest.param(2, {ETP: 2}, {}, BOTH, id="DP2, ETP2: shards of an expert on data-parallel ranks"),
 ]
@@ -118,7 +110,7 @@ def row_by_hand(length, per_token, dp, cp):
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 2), (2, 2)], ids=["DP2", "CP2", "DP2xCP2"])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)], ids=["CP2", "DP2xCP2"])
 def test_each_row_of_the_contract_table_is_what_megatron_does(pool, dp, cp):
     """FB-16: catches a release that changes what a tuple means, and a probe that measures something else. Two micro-batches
     have no token: n = 0 gave NaN in 0.13 and 0.14, and would give it here."""
@@ -136,7 +128,7 @@ def probe_changed_schedule(rank, name):
 
     def changed(model, output, loss_func, config, vp_stage, collect, num_microbatches, store, *others):
         output, num_tokens = original(model, output, loss_func, config, vp_stage, collect, num_microbatches, store, *others)
-        of_sizes = {"cp": cp_size, "1/cp": 1 / cp_size, "1/M": 1 / num_microbatches, "M": num_microbatches}
+        of_sizes = {"cp": cp_size, "1/cp": 1 / cp_size, "M": num_microbatches}
         return output * (of_sizes[name] if name in of_sizes else name), num_tokens
 
     with mock.patch.object(schedules, "forward_step_calc_loss", changed):
@@ -146,10 +138,8 @@ def probe_changed_schedule(rank, name):
 CHANGES = [
     pytest.param("cp", {CP: 2}, "is 2 of the step's, which is cp or dp x cp;", id="FB-16 times cp, as 0.12"),
     pytest.param("1/cp", {CP: 2}, "is 0.5 of the step's, which is 1/(cp) or 1/(dp x cp);", id="over cp"),
-    pytest.param("1/M", {}, "is 0.333333 of the step's, which is 1/(micro-batches);", id="divided by M twice"),
     pytest.param("M", {}, "is 3 of the step's, which is micro-batches;", id="never divided by M"),
-    pytest.param(4 / 3, {}, "is 1.33333 of the step's; see docs/parallelism.md", id="a factor without a name"),
-    pytest.param(1 + 1 / 2000, {}, "is 1.0005 of the step's;", id="a small factor"),
+    pytest.param(1 + 1 / 2000, {}, "is 1.0005 of the step's; see docs/parallelism.md", id="a small factor without a name"),
 ]
 
 
@@ -216,8 +206,9 @@ def probe_other_experts(rank, factor, only_rank, keeps_replicas=None):
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("only_rank", [None, 1], ids=["on all ranks", "on one rank"])
-@pytest.mark.parametrize(("factor", "names"), [(0.5, "1/(dp) or 1/(dp x cp) or 1/(ep);"), (2.0, "dp or dp x cp or ep;")])
+@pytest.mark.parametrize(
+    ("factor", "names", "only_rank"), [(0.5, "1/(dp) or 1/(dp x cp) or 1/(ep);", None), (2.0, "dp or dp x cp or ep;", 1)]
+)
 def test_another_scale_of_experts_is_refused_on_every_rank_and_named(pool, factor, names, only_rank):
     """FB-106: experts are reduced over fewer ranks than the rest. Catches a probe that sees a dense parameter alone, and ranks that
     wait for one that has refused."""
@@ -275,27 +266,17 @@ def test_a_count_of_any_type_reaches_the_schedule_as_int32():
     assert scaled(5, num_microbatches=np.int64(2), config=UNIT)[0].item() == 2.0
 
 
-@pytest.mark.parametrize("config", [PER_TOKEN, UNIT], ids=["per-token", "unit"])
-@pytest.mark.parametrize("count", [2.7, math.nan, math.inf, -math.inf, -1, 2**31, True, "5", None], ids=repr)
-def test_a_count_that_int32_cannot_hold_is_refused_by_name(count, config):
+@pytest.mark.parametrize("count", [2.7, math.nan, -1, 2**31, True, "5", None, torch.tensor([3, 4])], ids=repr)
+def test_a_count_that_int32_cannot_hold_is_refused_by_name(count):
     """2.7 would become 2, and NaN and 2**31 -2147483648: a wrong denominator without a word."""
-    given = [count]
-    if isinstance(count, (int, float)):
-        given.append(torch.tensor(count, dtype=torch.float64 if isinstance(count, float) else None))
-    for value in given:
-        with pytest.raises(
-            DataError, match=f"^num_local_tokens={count!r} must be a whole number from 0 to 2147483647: Megatron adds"
-        ):
-            scaled(value, config=config)
-    with pytest.raises(DataError, match=r"num_local_tokens has shape \(2,\): it must be one number"):
-        scaled(torch.tensor([3, 4]))
+    for value in [count, torch.tensor(count, dtype=torch.float64)] if isinstance(count, float) else [count]:
+        with pytest.raises(DataError, match=r"^num_local_tokens(=.* must be a whole number from 0 to|.*must be one number)"):
+            scaled(value)
 
 
-@pytest.mark.parametrize("number", [1.5, math.nan, math.inf, 2.0, 0, -1, True, "2", None, torch.tensor(2)], ids=repr)
+@pytest.mark.parametrize("number", [1.5, 0, -1, True, "2", None, torch.tensor(2)], ids=repr)
 def test_a_number_of_micro_batches_that_is_none_is_refused_by_name(number):
-    with pytest.raises(
-        ConfigError, match=r"num_microbatches=.* must be at least 1, a whole number: pass the number given to the schedule"
-    ):
+    with pytest.raises(ConfigError, match=r"num_microbatches=.* must be at least 1, a whole number: pass the number given"):
         scaled(5, num_microbatches=number)
     with pytest.raises(ConfigError, match="num_microbatches="):
         delivered_factor(number, totals=TOTALS, config=UNIT, groups=ParallelGroups())

@@ -193,7 +193,6 @@ def fail_on_one_rank(rank, failing, how):
 FAILURES = [
     pytest.param(2, "raises", "ValueError: rank 2 has no labels", id="raises"),
     pytest.param(2, "exits", "ended without an answer, exit code 7", id="exits"),
-    pytest.param(2, "is killed", "ended without an answer, exit code -9", id="is killed"),
     pytest.param(0, "is killed", "ended without an answer, exit code -9", id="rank 0, where all have met, is killed"),
 ]
 
@@ -220,34 +219,21 @@ def test_the_errors_of_all_ranks_are_in_one_exception(plain_pool):
 
 
 def test_ranks_that_hang_are_named_with_the_place_and_leave_no_process(tmp_path, monkeypatch):
-    """FB-25, FB-29: a hang is a failure within the timeout, not a test run that never ends: a rank that sleeps, and the ranks in a
-    collective that rank 1 has left, as behind `if mask.any()`. Catches ranks that run on, and ended ones that nobody collects."""
-
-    def sleep_on_rank_1(rank):
-        (tmp_path / str(os.getpid())).touch()
-        if rank == 1:
-            time.sleep(1000)
+    """FB-25, FB-29: a hang is a failure within the timeout, not a test run that never ends: the ranks in a collective that rank 1
+    has left, as behind `if mask.any()`. Catches ranks that run on, and ended ones that nobody collects."""
 
     def skip_a_collective(rank):
         (tmp_path / str(os.getpid())).touch()
         if rank != 1:
             dist.all_reduce(torch.zeros(1), group=dist.group.WORLD)
 
-    def have_begun(number):
-        return lambda: len([*tmp_path.iterdir()]) == number
-
-    let_time_run_out(monkeypatch, 1, have_begun(3))
-    with pytest.raises(RankError, match=r"1 of 3 ranks failed") as caught:
-        run_ranks(sleep_on_rank_1, 3, use_megatron=False)
-    (report,) = caught.value.errors.values()
-    assert "gave no answer in time" in report and "in sleep_on_rank_1" in report
-    let_time_run_out(monkeypatch, 2, have_begun(6))
+    let_time_run_out(monkeypatch, 2, lambda: len([*tmp_path.iterdir()]) == 3)
     with pytest.raises(RankError, match=r"2 of 3 ranks failed") as caught:
         run_ranks(skip_a_collective, 3, use_megatron=False)
     assert sorted(caught.value.errors) == [0, 2]
-    assert all("in skip_a_collective" in report for report in caught.value.errors.values())
+    assert all("gave no answer in time" in report and "in skip_a_collective" in report for report in caught.value.errors.values())
     processes = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(processes) == 6 and all(is_gone(process) for process in processes)
+    assert len(processes) == 3 and all(is_gone(process) for process in processes)
 
 
 def test_a_pool_starts_anew_when_a_rank_died_between_calls():

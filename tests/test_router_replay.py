@@ -19,7 +19,6 @@ from test_layouts import GRADIENT_TOLERANCE, config_of
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.routing import GivenRoutes, RouteLog, replay_problems, routers_of
-from megatron_rl.megatron.samples import expert_layers
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.ranks import RankError
@@ -96,7 +95,6 @@ def test_a_sampled_token_has_the_experts_of_the_last_forward_that_saw_it(pool):
     ("layout", "settings"),
     [
         pytest.param({cases.CP: 2, EP: 2, ETP: 1}, {}, id="CP2xEP2: zigzag"),
-        pytest.param({cases.CP: 2}, {"packed": True}, id="CP2, packed"),
         pytest.param({cases.TP: 2, EP: 2, ETP: 1}, {"sequence_parallel": True}, id="TP2+SP, EP2: a slice of the rows"),
         pytest.param({cases.PP: 2}, {}, id="PP2: a layer a stage"),
     ],
@@ -218,7 +216,6 @@ def test_the_first_ratio_is_1_where_sampler_and_trainer_choose_other_experts(poo
 # Layouts and recomputation
 
 LAYOUTS = [
-    pytest.param(Layout(data=2, expert=2, num_microbatches=2), {}, id="DP2xEP2"),
     pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), {}, id="TP2+SP, EP2: a slice of the rows"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), RECOMPUTED, id="PP2, recomputed: two micro-batches wait for backward"),
     pytest.param(Layout(data=2, expert=2, num_microbatches=2), BIASED, id="DP2xEP2, sigmoids with a bias that stays"),
@@ -263,18 +260,6 @@ def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
     assert used == [sorted(experts) for sample in step for layer in sample.routes for experts in layer]
 
 
-def recomputed_gradients(rank: int, options: dict) -> dict:
-    trainer = cases.tiny_trainer(experts=EXPERTS | options, router_replay="rollout", **cases.STILL)
-    step = with_random_routes(cases.ragged_step())
-    trainer.step([step[:2], step[2:4], step[4:]])
-    return cases.gradients_of(trainer)
-
-
-def test_recomputed_layers_replay_the_routes_of_their_micro_batch(pool):
-    plain, recomputed = (cases.whole(pool.run(recomputed_gradients, of, world_size=1)) for of in ({}, RECOMPUTED))
-    assert cases.relative_difference(recomputed, plain) < 1e-6
-
-
 def replay_refusals(rank: int) -> dict[str, list[str]]:
     config = model_config_of(cases.tiny_trainer(experts=EXPERTS).model)
     found, resting = {"": list(replay_problems(config))}, copy.copy(config)
@@ -298,16 +283,6 @@ def test_replay_refuses_by_name_what_it_cannot_do(pool):
     words = {"cuda_graph_impl": "CUDA graphs"}
     for name, problems in found.items():
         assert len(problems) == 1 and words.get(name, name) in problems[0], (name, problems)
-
-
-def test_layers_with_experts_are_found_as_megatron_places_them():
-    class Config:
-        num_layers = 4
-        moe_layer_freq: object = 2
-
-    assert expert_layers(Config()) == [1, 3]
-    Config.moe_layer_freq = [0, 1, 1, 0]
-    assert expert_layers(Config()) == [2, 3]
 
 
 # Rollouts and files
@@ -340,10 +315,16 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
     assert all(sample.routes.shape == (2, len(sample.tokens) - 1, 2) for sample in batch.samples)
 
 
-def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):
-    """old_log_probs with one step a rollout, from a file without routes, by documents too."""
+def test_a_file_without_the_routes_that_are_needed_is_measured_for_them_or_refused(pool, tmp_path):
+    """old_log_probs with one step a rollout measures the routes, from a file without old log-probabilities."""
     file = tmp_path / "rollouts.jsonl"
     pool.run(runs_on_rank, tmp_path, {"plain": {"save_rollouts": str(file)}}, world_size=1)
+    for options, message in (
+        ({"router_replay": "rollout"}, "no routes, which --router-replay rollout needs"),
+        ({"router_replay": "old_log_probs"}, "old_log_probs and no routes: --router-replay old_log_probs needs"),
+    ):
+        with pytest.raises(RankError, match=message):
+            pool.run(runs_on_rank, tmp_path, {"refused": options | {"rollouts": str(file)}}, world_size=1)
     batch = json.loads(file.read_text().splitlines()[0])
     for sample in batch["samples"]:
         assert sample["routes"] is None
@@ -353,14 +334,3 @@ def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):
     pool.run(runs_on_rank, tmp_path, {"one": replayed}, world_size=1)
     (row,) = cases.metrics_of(tmp_path / "one")
     assert row["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
-
-
-def test_a_file_without_the_routes_that_are_needed_is_refused(pool, tmp_path):
-    file = tmp_path / "rollouts.jsonl"
-    pool.run(runs_on_rank, tmp_path, {"plain": {"save_rollouts": str(file)}}, world_size=1)
-    for options, message in (
-        ({"router_replay": "rollout"}, "no routes, which --router-replay rollout needs"),
-        ({"router_replay": "old_log_probs"}, "old_log_probs and no routes: --router-replay old_log_probs needs"),
-    ):
-        with pytest.raises(RankError, match=message):
-            pool.run(runs_on_rank, tmp_path, {"refused": options | {"rollouts": str(file)}}, world_size=1)

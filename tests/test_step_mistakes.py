@@ -1,6 +1,6 @@
 """check_step names the mistake: each row of the table is planted in a copy of examples/own_loop.py, which two ranks run.
 
-The loop trains a loss whose tokens have a ratio each, one whose samples have, and one of the user's own."""
+The loop trains a loss whose tokens have a ratio each, and one whose samples have; at the end one of the user's own."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ MISTAKES = {
     ),
     "labels of other samples": ("tokens[index].roll", "tokens[rows].roll", "rows are of other rows: token"),
     "a micro-batch lost": ("output.loss, len", "output.loss * (rows[0] == 0), len", "a part of the step is lost"),
-    "advantages of other samples": ("advantages[index], mask", "advantages[rows], mask", OF_SAMPLES),
     "the objective for the loss": ("output.loss, len", "-output.loss, len", "with the other sign"),
     "no old log-probabilities": ("old_here, advantages", "None, advantages", "every ratio is 1"),
     "old log-probabilities one late": ("old[index].flatten()", "old[index].roll(1, 1).flatten()", "are one token late"),
@@ -102,50 +101,22 @@ MISTAKES = {
     "weights of other samples": ("weights[rows])", "weights[rows].flip(0))", OF_SAMPLES),
     "advantages with the other sign": ("advantages[index], mask", "-advantages[index], mask", "have the other sign"),
     "advantages of another scale": ("advantages[index], mask", "1.12 * advantages[index], mask", "gradient is 1.12 of expected"),
-    "old log-probabilities of other samples": ("old[index]", "old[rows]", "the loss has another derivative"),
 }
 # Where each sample has one ratio: a moved old log-probability, an advantage and a weight look alike.
 OF_ONE_RATIO = {
     "another clip": "or the clip is another: ",
-    "no clip": "the ratio has no clip",
-    "advantages with the other sign": "have the other sign",
     "mask one row late": "the mask is one row late",
-    "a micro-batch lost": "a part of the step is lost",
-    "weights of other samples": OF_SAMPLES,
     "old log-probabilities one late": OF_SAMPLES,
-    "counts of one rank": "as under prompt_mean of each rank alone",
 }
 
-DECAYING = """
-@register_policy_loss(
-    "decaying", level="sequence", clip_ratios=(0.1, 0.12), needs=("token_counts",),
-    parameters=(Parameter("reference_length", 4.0, "up to it the upper bound is whole"),),
-)
-def decaying(log_ratio, advantages, *, token_counts, reference_length, clip_ratio_low, clip_ratio_high):
-    ratio = bounded_exp(log_ratio)
-    high = clip_ratio_high * (reference_length / token_counts).clamp(max=1.0) ** 0.5
-    clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
-"""
-NAMES = "count_step, register_policy_loss, Parameter, bounded_exp"
 
-
-def training(policy_loss: str, source: str, tag: str = "", low: float = 0.1, high: float = 0.12) -> str:
-    """The loop with another loss. A name is registered once, so a loss of one's own has a tag."""
+def training(policy_loss: str, source: str, low: float = 0.1, high: float = 0.12) -> str:
+    """The loop with another loss."""
     if policy_loss == "grpo":
         return source
-    declaration, name = ("", policy_loss) if policy_loss == "gspo" else (DECAYING, f"decaying {tag}")
-    call = f"""{declaration.replace('"decaying"', repr(name))}
-
-def grpo_loss(*given, **keywords):
-    from megatron_rl.policy_loss import policy_loss
-
-    return policy_loss("{name}", *given, **{{"clip_ratio_low": {low}, "clip_ratio_high": {high}, **keywords}})
-
-
-def main():"""
-    source = source.replace("def main():", call).replace("count_step, grpo_loss", NAMES)
-    return source.replace('policy_loss="grpo"', f'policy_loss="{name}", clip_ratio_low={low}, clip_ratio_high={high}')
+    clip = f"clip_ratio_low={low}, clip_ratio_high={high}"
+    source = source.replace("grpo_loss(logits", f"{policy_loss}_loss(logits").replace("weights[rows])", f"weights[rows], {clip})")
+    return source.replace('policy_loss="grpo"', f'policy_loss="{policy_loss}", {clip}')
 
 
 OWN_LOSS = """
@@ -199,32 +170,25 @@ def errors_of(pool, source: str) -> list[str]:
     return [error for error, _ in pool.run(run_loop, source)]
 
 
-@pytest.mark.parametrize("policy_loss", ["grpo", "gspo", "decaying"])
+@pytest.mark.parametrize("policy_loss", ["grpo", "gspo"])
 def test_the_loop_as_it_is_passes_and_its_ratios_show_each_setting(pool, policy_loss):
-    assert pool.run(run_loop, training(policy_loss, LOOP, "as it is")) == [("", []), ("", [])]
+    assert pool.run(run_loop, training(policy_loss, LOOP)) == [("", []), ("", [])]
 
 
-# A loss of the user's own is compared as a built-in one of its level.
 PLANTED = [(mistake, "grpo", words) for mistake, (_, _, words) in MISTAKES.items()]
 PLANTED += [(mistake, "gspo", words) for mistake, words in OF_ONE_RATIO.items()]
-PLANTED += [("no clip", "decaying", "the ratio has no clip"), ("weights of other samples", "decaying", OF_SAMPLES)]
 
 
 @pytest.mark.parametrize(("mistake", "policy_loss", "words"), PLANTED)
 def test_a_planted_mistake_has_its_name_on_every_rank(pool, mistake, policy_loss, words):
-    found = errors_of(pool, training(policy_loss, planted(mistake), mistake))
+    found = errors_of(pool, training(policy_loss, planted(mistake)))
     assert all(words in message for message in found), found
     assert max(map(len, found)) < 500, "a message is a name and what to do"
 
 
-IN_LOOP = ("weights[rows])", "weights[rows], loss_parameters={'reference_length': 1.0})")
-
-
 def test_ratios_far_from_the_clip_are_said_to_hide_it(pool):
-    """Each ratio of a sample is outside this clip, so the parameter moves no gradient. The report is not compared."""
-    source = LOOP.replace(*IN_LOOP).replace(' reported_loss="policy/loss",', "")
-    source = training("decaying", source, "far from the clip", low=3e-4, high=4e-4)
-    (error, said), (other, nothing) = pool.run(run_loop, source)
+    """Each ratio of a sample is outside this clip, so another clip moves no gradient."""
+    (error, said), (other, nothing) = pool.run(run_loop, training("gspo", LOOP, low=3e-4, high=4e-4))
     assert (error, other, nothing) == ("", "", [])
     [words] = said
     assert words.startswith("check_step: half and twice clip_ratio_low, half and twice clip_ratio_high give the gradient of this")
