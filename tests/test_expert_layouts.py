@@ -6,16 +6,13 @@ Then the auxiliary losses of routers, what is said of them, and padding, which m
 from __future__ import annotations
 
 import functools
-import itertools
-import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import psutil
@@ -25,18 +22,18 @@ import trainer_cases
 from helpers import error_of, pool_of
 from test_checkpoints import CONFIG, OPTIONS
 from test_checkpoints import run_on_rank as train_on_rank
-from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of, truth_of_losses
+from test_layouts import GRADIENT_TOLERANCE, SP, assert_exact, config_of, errors_by_kind, pairs, truth_of_losses
 
-from megatron_rl.layout.groups import resolve_group
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.checks import check_model, exact_problems
 from megatron_rl.megatron.installed import expert_replicas_drift
-from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layout_independent_normal
+from megatron_rl.megatron.model import global_parameter_name, layout_independent_normal
 from megatron_rl.megatron.routing import RouteLog, routers_of
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
-from megatron_rl.testing.layout_step import LayoutModel, row_length
+from megatron_rl.testing.layout_step import LayoutModel, RankStep, row_length
 from megatron_rl.testing.ranks import RankPool
-from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_logits, ragged_samples
+from megatron_rl.testing.reference import LossTruth, double_model, model_logits, ragged_samples
 from megatron_rl.testing.selftest import AGGREGATIONS
 from megatron_rl.train.generation import SamplingSettings
 
@@ -67,8 +64,8 @@ def model_of(layout: Layout, **experts: object) -> TinyGPT:
     return TinyGPT(num_layers=2, experts=tuple((EXPERTS | {"moe_layer_freq": frequency} | experts).items()))
 
 
-def truth_on_rank(rank: int, model: TinyGPT, pairs: tuple[tuple[str, str], ...]) -> dict[str, LossTruth]:
-    return truth_of_losses(ragged_samples(), model, pairs)
+def truth_on_rank(rank: int, model: TinyGPT, met: tuple[tuple[str, str], ...]) -> dict[str, LossTruth]:
+    return truth_of_losses(ragged_samples(), model, met)
 
 
 pool = pool_of(4)
@@ -79,49 +76,13 @@ def truth_of(pool, shared):
     """model -> truth_on_rank of what its layouts meet, and of grpo: back through the model once a pair."""
 
     def computed(model: TinyGPT) -> dict[str, LossTruth]:
-        layouts = [row.values[0] for row in LAYOUTS]
-        met = [pair for layout in layouts if model_of(layout, **OF_THE_FIELD) == model for pair in pairs_of(layout)]
-        pairs = tuple(dict.fromkeys([*met, *(("grpo", aggregation) for aggregation in AGGREGATIONS)]))
+        rows = [row.values for row in ROWS]
+        met = [pair for place, layout in rows if model_of(layout, **OF_THE_FIELD) == model for pair in pairs(place)]
+        asked = tuple(dict.fromkeys([*met, *(("grpo", aggregation) for aggregation in AGGREGATIONS)]))
         number = zlib.crc32(re.sub(" at 0x[0-9a-f]+", "", repr(model)).encode())  # without addresses, which are a process's own
-        return shared(f"test_expert_layouts {number}", lambda: pool.run(truth_on_rank, model, pairs, world_size=1)[0])
+        return shared(f"test_expert_layouts {number}", lambda: pool.run(truth_on_rank, model, asked, world_size=1)[0])
 
     return functools.cache(computed)
-
-
-# The kinds of parameters, by a part of the global name; the first that fits.
-KINDS = (
-    (".router.", "router"),
-    (".shared_experts.", "shared expert"),
-    (".experts.", "expert"),
-    ("softmax_offset", "sink"),
-    ("q_layernorm", "norm of queries and keys"),
-    ("k_layernorm", "norm of queries and keys"),
-    ("_up_proj.layer_norm", "norm of queries and keys"),
-    ("kv_layernorm", "norm of queries and keys"),
-    ("norm", "norm"),
-    (".eh_proj.", "projection"),
-    (".self_attention.", "attention"),
-    (".mlp.", "dense MLP"),
-    ("embedding", "embedding"),
-    ("output_layer", "output layer"),
-)
-
-
-def parameter_kind(name: str) -> str:
-    """By the global name: "attention", "attention bias", "MTP attention" of multi-token prediction."""
-    kind = next(kind for part, kind in KINDS if part in name)
-    is_bias = name.endswith(".bias") and "norm" not in kind
-    return f"{'MTP ' if name.startswith('mtp.') else ''}{kind}{' bias' if is_bias else ''}"
-
-
-def errors_by_kind(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    assert found.keys() == truth.keys()
-    sums: dict[str, list[float]] = {}
-    for name, value in truth.items():
-        pair = sums.setdefault(parameter_kind(name), [0.0, 0.0])
-        pair[0] += float((found[name] - value).square().sum())
-        pair[1] += float(value.square().sum())
-    return {kind: (difference / of_truth) ** 0.5 for kind, (difference, of_truth) in sums.items()}
 
 
 def error_of_whole(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
@@ -129,149 +90,41 @@ def error_of_whole(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor
     return step.gradient_error(expected)
 
 
-def pairs_of(layout: Layout) -> list[tuple[str, str]]:
-    """(policy loss, aggregation): GSPO with two aggregations, GRPO with one, and each other loss with one on some layouts, in turn.
-    With EVERY_COMBINATION=1 all of each loss."""
-    if os.environ.get("EVERY_COMBINATION") == "1":
-        return list(itertools.product(CLIPS, AGGREGATIONS))
-    names, turn = list(AGGREGATIONS), [row.values[0] for row in LAYOUTS].index(layout)
-    others = [name for name in CLIPS if name != "gspo"]
-    in_turn = [(name, turn + place) for place, name in enumerate(others)]
-    chosen = [(name, names[number % len(names)]) for name, number in in_turn if name == "grpo" or number % 5 == 0]
-    return [*(("gspo", aggregation) for aggregation in names[turn % 2 :: 2]), *chosen]
+Run = tuple[Layout, TinyGPT, Sequence[StepSample], PolicyLossConfig]
 
 
-def test_every_loss_meets_an_expert_layout():
-    pairs = {pair for row in LAYOUTS for pair in pairs_of(row.values[0])}
-    assert {name for name, _ in pairs} == set(CLIPS) and {name for loss, name in pairs if loss == "gspo"} == set(AGGREGATIONS)
+def run_on_rank(rank: int, runs: list[Run]) -> list[RankStep]:
+    return [LayoutModel(layout, row_length(step, layout), model).step(config, step) for layout, model, step, config in runs]
 
 
-class Run(NamedTuple):
-    """A model on a layout, and the steps that it takes; fault: what is done to it before."""
-
-    layout: Layout
-    model: TinyGPT
-    steps: list  # of (samples, config)
-    fault: Callable[[LayoutModel], None] | None = None
-
-
-def run_on_rank(rank: int, runs: list[Run]) -> list[list]:
-    """Runs of one model after each other share it; one with a fault has its own."""
-    answers, last, model = [], None, None
-    longest = max(row_length(step, run.layout) for run in runs for step, _ in run.steps)
-    for run in runs:
-        if (run.layout, run.model, run.fault) != last:
-            model, last = LayoutModel(run.layout, longest, run.model), (run.layout, run.model, run.fault)
-            if run.fault is not None:
-                run.fault(model)
-        answers.append([model.step(config, step) for step, config in run.steps])
-    return answers
-
-
-def run_on_layout(pool, runs: list[Run]) -> list[list[list]]:
-    """[run][step][rank]: the ranks and their groups are made once, which costs more than the steps."""
-    first = runs[0].layout
+def results_of(pool, runs: list[Run]) -> list[StepResult]:
+    """Of layouts of one set of groups: the ranks and their groups are made once, which costs more than the steps."""
+    first = runs[0][0]
     answers = pool.run(run_on_rank, runs, world_size=first.world_size, **first.model_parallel)
-    return [[list(of_ranks) for of_ranks in zip(*of_run, strict=True)] for of_run in zip(*answers, strict=True)]
+    return [merged(list(of_ranks)) for of_ranks in zip(*answers, strict=True)]
 
 
-def experts_averaged_over_ep(model: LayoutModel) -> None:
-    """Gradients of experts are averaged over more ranks than have added to them."""
-    for chunk in model.models:
-        for bucket in (bucket for buffer in chunk.expert_parallel_buffers for bucket in buffer.buckets):
-            bucket.gradient_scaling_factor /= 2
-
-
-def experts_numbered_by_rank(model: LayoutModel) -> None:
-    """The first expert of each rank has the weights of expert 0."""
-    group = resolve_group(None, "ep")
-    for _, parameter in _parameters(model, lambda name: "local_experts.0." in name):
-        source = torch.distributed.get_global_rank(group, 0)
-        torch.distributed.broadcast(parameter.data, source, group=group)
-
-
-def the_router_is_not_added_over_tp(model: LayoutModel) -> None:
-    """Each tensor-parallel rank keeps the gradient of its own tokens."""
-    for _, parameter in _parameters(model, lambda name: ".router." in name):
-        vars(parameter)["sequence_parallel"] = False
-
-
-def a_micro_batch_is_lost(model: LayoutModel) -> None:
-    """Experts train on all micro-batches but the first."""
-    for _, parameter in _parameters(model, is_of_expert):
-        calls = itertools.count()
-        parameter.register_hook(lambda gradient, calls=calls: gradient * (next(calls) > 0))
-
-
-def a_rank_does_not_train_its_experts(model: LayoutModel) -> None:
-    _without_gradient(model, is_of_expert, resolve_group(None, "expert_mp").rank())
-
-
-def a_rank_does_not_train_the_router(model: LayoutModel) -> None:
-    _without_gradient(model, lambda name: ".router." in name, torch.distributed.get_rank())
-
-
-def _without_gradient(model: LayoutModel, chosen, rank: int) -> None:
-    for _, parameter in _parameters(model, chosen):
-        if rank == 0:
-            parameter.register_hook(torch.zeros_like)
-
-
-def _parameters(model: LayoutModel, chosen) -> list[tuple[str, torch.nn.Parameter]]:
-    return [pair for chunk in model.models for pair in chunk.module.named_parameters() if chosen(pair[0])]
-
-
-def row(layout: Layout, fault: Callable[[LayoutModel], None], title: str, *, is_fast: bool = False):
-    return pytest.param(layout, fault, marks=() if is_fast else SLOW, id=title)
-
-
-# Each row says what it would catch, and the fault that must show on it.
+# Each row says what it would catch.
 LAYOUTS = [
-    row(
-        *(Layout(data=2, expert=2, num_microbatches=2), experts_averaged_over_ep),
-        "FB-106, FB-107 DP2xEP2: experts averaged over too many ranks",
-        is_fast=True,
-    ),
-    row(Layout(data=4, expert=2, num_microbatches=2), a_micro_batch_is_lost, "DP4xEP2: experts replicated and spread"),
-    row(Layout(context=2, expert=2, expert_tensor=1), experts_numbered_by_rank, "CP2xEP2: ep over context-parallel ranks"),
-    row(
-        *(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), the_router_is_not_added_over_tp),
-        "TP2+SP, EP2, ETP1",
-        is_fast=True,
-    ),
-    row(Layout(**SP, expert_tensor=2, num_microbatches=2), a_rank_does_not_train_its_experts, "TP2+SP, ETP2: experts sharded"),
-    row(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), a_rank_does_not_train_the_router, "PP2xDP2xEP2"),
-    row(
-        *(Layout(**SP, pipeline=2, expert=2, expert_tensor=1, num_microbatches=2), the_router_is_not_added_over_tp),
-        "PP2xTP2+SP, EP2: a mask",
-    ),
-    row(
-        *(Layout(data=2, expert=2, distributed_optimizer=True, num_microbatches=2), experts_averaged_over_ep),
-        "DP2xEP2, distributed",
-    ),
-    row(Layout(data=2, expert=2, average_in_collective=True), experts_averaged_over_ep, "DP2xEP2, average_in_collective"),
-    row(
-        *(Layout(**SP, context=2, expert=2, expert_tensor=1, packed=True), the_router_is_not_added_over_tp),
-        "CP2xTP2+SP, EP2, packed",
-    ),
+    pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-106, FB-107 DP2xEP2: experts averaged over too many ranks"),
+    pytest.param(Layout(data=4, expert=2, num_microbatches=2), marks=SLOW, id="DP4xEP2: experts replicated and spread"),
+    pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="CP2xEP2: ep over context-parallel ranks"),
+    pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), id="TP2+SP, EP2, ETP1"),
+    pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2: experts sharded"),
+    pytest.param(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), marks=SLOW, id="PP2xDP2xEP2"),
+    pytest.param(Layout(**SP, pipeline=2, expert=2, expert_tensor=1, num_microbatches=2), marks=SLOW, id="PP2xTP2+SP, EP2: a mask"),
+    pytest.param(Layout(data=2, expert=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, distributed"),
+    pytest.param(Layout(data=2, expert=2, average_in_collective=True), marks=SLOW, id="DP2xEP2, average_in_collective"),
+    pytest.param(Layout(**SP, context=2, expert=2, expert_tensor=1, packed=True), marks=SLOW, id="CP2xTP2+SP, EP2, packed"),
 ]
+ROWS = [pytest.param(place, *row.values, marks=row.marks, id=row.id) for place, row in enumerate(LAYOUTS)]
 
 
-@pytest.mark.parametrize(("layout", "fault"), LAYOUTS)
-def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth_of, layout, fault):
-    model, pairs = model_of(layout, **OF_THE_FIELD), pairs_of(layout)
-    truths = truth_of(model)
-    right = Run(layout, model, [(truths[name].samples, config_of(name, aggregation)) for name, aggregation in pairs])
-    found, faulty = run_on_layout(pool, [right, Run(layout, model, right.steps[:1], fault)])
-    for (policy_loss, aggregation), answers in zip(pairs, found, strict=True):
-        where, expected, result = f"{policy_loss}, {aggregation}", truths[policy_loss].by_aggregation[aggregation], merged(answers)
-        errors = errors_by_kind(result.gradient, expected.gradient)
-        assert errors.keys() >= {"router", "expert", "shared expert", "norm", "attention"}
-        assert max(errors.values()) < GRADIENT_TOLERANCE, (where, errors)
-        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, where
-        assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE), where
-    expected = truths[pairs[0][0]].by_aggregation[pairs[0][1]].gradient
-    assert worst_error(faulty[0], expected) > 100 * GRADIENT_TOLERANCE, fault
+@pytest.mark.parametrize(("place", "layout"), ROWS)
+def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth_of, place, layout):
+    model = model_of(layout, **OF_THE_FIELD)
+    errors = assert_exact(pool, layout, model, truth_of(model), place)
+    assert errors.keys() >= {"router", "expert", "shared expert", "norm", "attention"}
 
 
 LATENT = {
@@ -327,16 +180,6 @@ def test_models_that_cannot_be_exact_are_refused_by_name(pool, layout, options, 
     model = TinyGPT(num_layers=2, experts=tuple((options | {"add_bias_linear": False}).items()))
     for error in pool.run(refused_to_build, layout, model, world_size=layout.world_size, **layout.model_parallel):
         assert message in error
-
-
-def worst_error(answers: list, expected: dict[str, torch.Tensor]) -> float:
-    """Of any parameter on any rank; replicas may differ."""
-    worst = 0.0
-    for shards in (shards for answer in answers for shards in answer.gradients):
-        for name, shard in shards.items():
-            difference = shard.gradient - shard.cut_from(expected[name])
-            worst = max(worst, float(difference.norm() / expected[name].norm().clamp(min=1e-12)))
-    return worst
 
 
 def masked(samples: list[StepSample], places: slice) -> list[StepSample]:
@@ -399,8 +242,8 @@ def of_auxiliary_losses(pool, cases: list[tuple[Layout, list[StepSample], str, d
     for layout, step, mode, options in cases:
         aggregation = "token_mean" if layout.calculate_per_token_loss else "sample_mean"
         still = [replace(sample, advantage=0.0) for sample in step]
-        runs.append(Run(layout, model_of(layout, **options), [(still, config_of("reinforce", aggregation, router_aux_loss=mode))]))
-    return [merged(steps[0]).gradient for steps in run_on_layout(pool, runs)]
+        runs.append((layout, model_of(layout, **options), still, config_of("reinforce", aggregation, router_aux_loss=mode)))
+    return [result.gradient for result in results_of(pool, runs)]
 
 
 @pytest.fixture(scope="module")
@@ -558,8 +401,8 @@ def test_replicas_of_experts_that_drift_are_refused_and_others_are_exact(pool, t
         return
     model = model_of(REPLICATED)
     truth = truth_of(model)["grpo"]
-    (((answers,),)) = run_on_layout(pool, [Run(REPLICATED, model, [(truth.samples, config_of("grpo", "sample_mean"))])])
-    assert worst_error(answers, truth.by_aggregation["sample_mean"].gradient) < 10 * GRADIENT_TOLERANCE
+    result = step_on_layout(pool, REPLICATED, truth.samples, config_of("grpo", "sample_mean"), model)
+    assert max(errors_by_kind(result.gradient, truth.by_aggregation["sample_mean"].gradient).values()) < GRADIENT_TOLERANCE
 
 
 def threads_on_rank(rank: int, runs: list[Run]) -> tuple[int, int]:
@@ -570,10 +413,10 @@ def threads_on_rank(rank: int, runs: list[Run]) -> tuple[int, int]:
 
 def test_ranks_drop_the_groups_of_an_earlier_layout():
     """A gloo group has two threads; a dispatcher keeps its last graph, and that the groups. One device and its thread serve all."""
-    step = [(ragged_samples(), config_of("reinforce", "sample_mean"))]
+    step = ragged_samples(), config_of("reinforce", "sample_mean")
     layouts = [Layout(data=2, expert=2), Layout(**SP, expert=2, expert_tensor=1)] * 2
     with RankPool(2) as pool:
-        of_layouts = [pool.run(threads_on_rank, [Run(at, model_of(at), step)], **at.model_parallel) for at in layouts]
+        of_layouts = [pool.run(threads_on_rank, [(at, model_of(at), *step)], **at.model_parallel) for at in layouts]
     assert of_layouts[2:] == of_layouts[:2]
     # And the main thread, the device's and that of the store.
     assert all(groups > 15 and threads <= 2 * groups + 3 for answers in of_layouts for threads, groups in answers)

@@ -25,6 +25,8 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import scale_for_schedule
+from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout
+from megatron_rl.testing.reference import ragged_samples
 
 pytestmark = pytest.mark.megatron
 
@@ -228,3 +230,29 @@ def test_16_bit_logits_reach_the_loss_as_they_are_and_train_the_same_bits(pool):
     assert as_they_are == [torch.bfloat16] and copied == [torch.float32]
     assert gradients.keys() == expected.keys()
     assert all(torch.equal(gradients[name][2], expected[name][2]) for name in expected)
+
+
+# Layouts: test_layouts.py has the fused head in float32
+
+FP32_LAYOUTS = [
+    pytest.param(Layout(tensor=2, sequence_parallel=True, packed=True, num_microbatches=2), False, id="TP2+SP, packed"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), True, id="TP2+SP, padded, tied"),
+    pytest.param(Layout(pipeline=2, num_microbatches=2), True, id="PP2, tied"),
+]
+
+
+@pytest.mark.parametrize(("layout", "is_tied"), FP32_LAYOUTS)
+def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool, layout, is_tied):
+    """FB-85: through Float16Module, DDP with float32 buffers and the bf16 optimisers. Two different paths, float32 logits in both:
+    the head's weight gradient, which is float32 on both, agrees to float32; so do loss and metrics, which plain bf16 logits do not.
+    Below the head each path's hidden gradient is rounded to bf16 once more, and a rounding falls on the other side now and then."""
+    model = TinyGPT(num_layers=2, bf16=True, tie_embeddings=is_tied)
+    heads = {}, {"fp32_lm_head": True}, {"fp32_lm_head": True, "fused_lm_head_loss": True, "max_logits_bytes": 1500}
+    configs = [PolicyLossConfig(policy_loss="gspo", **head) for head in heads]
+    rounded, plain, fused = steps_on_layout(pool, layout, [(ragged_samples(), config) for config in configs], model)
+    assert fused.gradient_error(plain) < 1e-2
+    assert fused.loss == pytest.approx(plain.loss, rel=1e-4, abs=1e-6)
+    if not is_tied:
+        found, truth, of_rounded = (step.gradient["output_layer.weight"] for step in (fused, plain, rounded))
+        assert (found - truth).norm() < 1e-5 * truth.norm()
+        assert (of_rounded - truth).norm() > 1e-3 * truth.norm()

@@ -51,6 +51,7 @@ LOSS_TOLERANCE = 1e-5
 
 # They meet every layout.
 CLIPPED_OBJECTIVES = ("grpo", "gspo")
+FUSED = {"fused_lm_head_loss": True, "max_logits_bytes": 1500}
 OTHER_LOSSES = [name for name in CLIPS if name not in CLIPPED_OBJECTIVES]
 
 # The fast run has each kind of parallelism once.
@@ -132,8 +133,7 @@ def term_of(policy_loss: str) -> str:
 
 def truth_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
     """Of all pairs for the model of one stage, else of those that the layouts of the model meet."""
-    layouts = [row.values[0] for row in LAYOUTS + CHANGING]
-    met = [pair for layout in layouts if model_of(layout) == model for pair in pairs(layout)]
+    met = [pair for row in ROWS if model_of(row.values[1]) == model for pair in pairs(row.values[0])]
     return truth_of_losses(ragged_samples(), model, itertools.product(CLIPS, AGGREGATIONS) if model == model_of(Layout()) else met)
 
 
@@ -166,32 +166,92 @@ def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
     )
 
 
-def pairs(layout: Layout) -> list[tuple[str, str]]:
-    """GRPO and GSPO with another aggregation each, and one other loss, in turn: test_generated_steps.py has the products."""
+# The kinds of parameters, by a part of the global name; the first that fits.
+KINDS = (
+    (".router.", "router"),
+    (".shared_experts.", "shared expert"),
+    (".experts.", "expert"),
+    ("softmax_offset", "sink"),
+    ("q_layernorm", "norm of queries and keys"),
+    ("k_layernorm", "norm of queries and keys"),
+    ("_up_proj.layer_norm", "norm of queries and keys"),
+    ("kv_layernorm", "norm of queries and keys"),
+    ("norm", "norm"),
+    (".eh_proj.", "projection"),
+    (".self_attention.", "attention"),
+    (".mlp.", "dense MLP"),
+    ("embedding", "embedding"),
+    ("output_layer", "output layer"),
+)
+
+
+def parameter_kind(name: str) -> str:
+    """By the global name: "attention", "attention bias", "MTP attention" of multi-token prediction."""
+    kind = next(kind for part, kind in KINDS if part in name)
+    is_bias = name.endswith(".bias") and "norm" not in kind
+    return f"{'MTP ' if name.startswith('mtp.') else ''}{kind}{' bias' if is_bias else ''}"
+
+
+def errors_by_kind(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert found.keys() == truth.keys()
+    sums: dict[str, list[float]] = {}
+    for name, value in truth.items():
+        pair = sums.setdefault(parameter_kind(name), [0.0, 0.0])
+        pair[0] += float((found[name] - value).square().sum())
+        pair[1] += float(value.square().sum())
+    return {kind: (difference / of_truth) ** 0.5 for kind, (difference, of_truth) in sums.items()}
+
+
+def worst_error(answers: list, expected: dict[str, torch.Tensor]) -> float:
+    """Of any parameter on any rank; replicas may differ."""
+    worst = 0.0
+    for shards in (shards for answer in answers for shards in answer.gradients):
+        for name, shard in shards.items():
+            difference = shard.gradient - shard.cut_from(expected[name])
+            worst = max(worst, float(difference.norm() / expected[name].norm().clamp(min=1e-12)))
+    return worst
+
+
+def pairs(place: int) -> list[tuple[str, str]]:
+    """Of the row with this number: GRPO and GSPO with another aggregation each, and one other loss, in turn. EVERY_COMBINATION=1:
+    all. test_generated_steps.py has the products."""
     if os.environ.get("EVERY_COMBINATION") == "1":
         return list(itertools.product(CLIPS, AGGREGATIONS))
-    names, place = list(AGGREGATIONS), [row.values[0] for row in LAYOUTS + CHANGING].index(layout)
-    chosen = [*CLIPPED_OBJECTIVES, OTHER_LOSSES[place % len(OTHER_LOSSES)]]
+    names, chosen = list(AGGREGATIONS), [*CLIPPED_OBJECTIVES, OTHER_LOSSES[place % len(OTHER_LOSSES)]]
     return [(name, names[(place + turn) % len(names)]) for turn, name in enumerate(chosen)]
+
+
+def assert_exact(pool, layout: Layout, model: TinyGPT, truths: dict[str, LossTruth], place: int) -> dict[str, float]:
+    """The errors of each kind of parameter; one of three runs is through the fused head, in several chunks a micro-batch."""
+    rows = pairs(place)
+    heads = [{} if (place + turn) % 3 else FUSED for turn in range(len(rows))]
+    runs = [(truths[row[0]].samples, config_of(*row, **head)) for row, head in zip(rows, heads, strict=True)]
+    for row, head, result in zip(rows, heads, steps_on_layout(pool, layout, runs, model), strict=True):
+        expected = truths[row[0]].by_aggregation[row[1]]
+        errors = errors_by_kind(result.gradient, expected.gradient)
+        assert max(errors.values()) < GRADIENT_TOLERANCE, (row, head, errors)
+        # Of sum w m |l|: where l is a ratio times A, the step's ratios are above 0.7. Other values are larger.
+        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, (row, head)
+        assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE), (row, head)
+    return errors
+
+
+ROWS = [pytest.param(place, *row.values, marks=row.marks, id=row.id) for place, row in enumerate(LAYOUTS + CHANGING)]
 
 
 def test_every_loss_meets_a_layout_and_the_clipped_ones_every_aggregation():
     assert set(CLIPS) == set(policy_loss_names())
-    met = {pair for row in LAYOUTS + CHANGING for pair in pairs(row.values[0])}
+    met = {pair for row in ROWS for pair in pairs(row.values[0])}
     assert {name for name, _ in met} == set(CLIPS) and met >= set(itertools.product(CLIPPED_OBJECTIVES, AGGREGATIONS))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS + CHANGING)
-def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, layout):
-    """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out."""
-    model, rows = model_of(layout), pairs(layout)
-    truth = truth_of(model)
-    runs = [(truth[row[0]].samples, config_of(*row)) for row in rows]
-    for (policy_loss, aggregation), result in zip(rows, steps_on_layout(pool, layout, runs, model), strict=True):
-        expected = truth[policy_loss].by_aggregation[aggregation]
-        assert result.gradient_error(expected) < GRADIENT_TOLERANCE, (policy_loss, aggregation)
-        # Of sum w m |l|: where l is a ratio times A, the step's ratios are above 0.7. Other values are larger.
-        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, (policy_loss, aggregation)
+@pytest.mark.parametrize(("place", "layout"), ROWS)
+def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, place, layout):
+    """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out. Of the
+    fused head FB-80, FB-85, FB-87: a hidden gradient that is one shard's part or tp times the sum, rows in Megatron's order instead
+    of the batch's, a weight gradient that reaches main_grad twice or not at all, and the embedding's share lost where it is tied."""
+    model = model_of(layout)
+    assert_exact(pool, layout, model, truth_of(model), place)
 
 
 FEW_SAMPLES = [
@@ -237,10 +297,11 @@ def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, poo
 def test_per_token_loss_trains_token_mean_exactly(pool, truth, layout):
     """FB-15: Megatron divides by the summed token counts, and cp ranks must not report the whole count each."""
     per_token = replace(layout, calculate_per_token_loss=True)
-    result = step_on_layout(pool, per_token, truth["gspo"].samples, config_of("gspo", "token_mean"), model_of(layout))
     expected = truth["gspo"].by_aggregation["token_mean"]
-    assert result.gradient_error(expected) < GRADIENT_TOLERANCE
-    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    runs = [(truth["gspo"].samples, config_of("gspo", "token_mean", **head)) for head in ({}, FUSED)]
+    for result in steps_on_layout(pool, per_token, runs, model_of(layout)):
+        assert result.gradient_error(expected) < GRADIENT_TOLERANCE
+        assert result.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 def refused_on_rank(rank: int, layout: Layout, step, configs) -> list[str]:
@@ -260,11 +321,11 @@ def test_per_token_loss_is_refused_for_every_other_aggregation(pool, truth):
 def test_the_gradient_divisor_divides_the_gradient_and_not_the_loss(pool, truth):
     """FB-91: DeepSpeed's second division by the step's samples; 16 here."""
     layout, expected = Layout(data=2, num_microbatches=2), truth["grpo"].by_aggregation["sample_mean"]
-    config = config_of("grpo", "sample_mean", gradient_divisor="num_samples")
-    result = step_on_layout(pool, layout, truth["grpo"].samples, config, model_of(layout))
-    scaled = {name: value * 16 for name, value in result.gradient.items()}
-    assert replace(result, gradient=scaled).gradient_error(expected) < GRADIENT_TOLERANCE
-    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    configs = [config_of("grpo", "sample_mean", gradient_divisor="num_samples", **head) for head in ({}, FUSED)]
+    for result in steps_on_layout(pool, layout, [(truth["grpo"].samples, config) for config in configs], model_of(layout)):
+        scaled = {name: value * 16 for name, value in result.gradient.items()}
+        assert replace(result, gradient=scaled).gradient_error(expected) < GRADIENT_TOLERANCE
+        assert result.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 METRIC_LAYOUTS = [
@@ -288,7 +349,8 @@ def test_every_metric_is_that_of_one_rank(pool, truth_of, layout, policy_losses)
         of_loss = truth_of(model)[name if name in CLIPS and get_policy_loss(name).anchor == "old" else "grpo"]
         step = [known(index, sample) for index, sample in enumerate(of_loss.samples)]
         runs.append((step, config_of(name, "prompt_mean", policy_metrics="with_entropy")))
-    on_one_rank, found = (steps_on_layout(pool, where, runs, model) for where in (Layout(), layout))
+    fused = [(step, replace(config, **FUSED)) for step, config in runs]
+    on_one_rank, found = (steps_on_layout(pool, *given, model) for given in ((Layout(), runs), (layout, fused)))
     for policy_loss, alone, result in zip(policy_losses, on_one_rank, found, strict=True):
         assert result.gradient_error(alone) < GRADIENT_TOLERANCE, policy_loss
         whole, spread_out = alone.metrics, result.metrics
@@ -322,12 +384,12 @@ def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
     step = [replace(sample, ref_log_probs=[value - 0.1 for value in sample.old_log_probs]) for sample in truth["gspo"].samples]
     config = config_of("gspo", "token_mean", kl_coefficient=0.3, entropy_coefficient=0.02)
     whole = step_on_layout(pool, Layout(), step, config, model_of(Layout()))
-    for layout in (
-        Layout(data=2, context=2, num_microbatches=2),
-        Layout(tensor=2, num_microbatches=4),
-        Layout(data=2, num_microbatches=2, calculate_per_token_loss=True),
+    for layout, head in (
+        (Layout(data=2, context=2, num_microbatches=2), {}),
+        (Layout(tensor=2, num_microbatches=4), FUSED),
+        (Layout(data=2, num_microbatches=2, calculate_per_token_loss=True), {}),
     ):
-        result = step_on_layout(pool, layout, step, config, model_of(layout))
+        result = step_on_layout(pool, layout, step, replace(config, **head), model_of(layout))
         assert result.gradient_error(whole) < GRADIENT_TOLERANCE, layout
         assert result.loss == pytest.approx(whole.loss, rel=1e-5), layout
 

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of, pool_of
-from test_expert_layouts import EXPERTS, LATENT, OF_THE_FIELD, error_of_whole, errors_by_kind, worst_error
-from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
+from test_expert_layouts import EXPERTS, LATENT, OF_THE_FIELD, error_of_whole
+from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of, errors_by_kind, worst_error
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.training_hooks import check_model_contract

@@ -13,13 +13,12 @@ import trainer_cases as cases
 from helpers import pool_of
 from test_checkpoints import CONFIG
 from test_expert_layouts import EXPERTS as LAYER_EXPERTS
-from test_expert_layouts import SP, Run, errors_by_kind, run_on_layout
-from test_layouts import GRADIENT_TOLERANCE, config_of
+from test_layouts import GRADIENT_TOLERANCE, SP, config_of, errors_by_kind
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.routing import GivenRoutes, RouteLog, replay_problems, routers_of
-from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, merged
+from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, step_on_layout, steps_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.ranks import RankError
 from megatron_rl.testing.reference import ragged_samples
@@ -249,11 +248,8 @@ def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
     plain = model_of(layout, **{name: value for name, value in options.items() if name not in RECOMPUTED})
     num_layers = len(plain.expert_options["moe_layer_freq"]) - plain.expert_options["moe_layer_freq"].count(0)
     step = with_random_routes(ragged_samples(), num_layers)
-    ((alone,), (own,)) = (
-        [merged(ranks) for ranks in steps]
-        for steps in run_on_layout(pool, [Run(Layout(), plain, [(samples, config)]) for samples in (step, ragged_samples())])
-    )
-    ((result,),) = ([merged(ranks) for ranks in steps] for steps in run_on_layout(pool, [Run(layout, model, [(step, config)])]))
+    alone, own = steps_on_layout(pool, Layout(), [(samples, config) for samples in (step, ragged_samples())], plain)
+    result = step_on_layout(pool, layout, step, config, model)
     assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
     assert own.gradient_error(alone) > 0.01, "the routes do not matter"
     [used] = pool.run(routes_on_rank, plain, step, config, world_size=1)
