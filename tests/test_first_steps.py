@@ -65,22 +65,6 @@ def run_on_rank(rank, output_dir, config, options, settings=None, measures_all=F
     return dict(passes.of_method), weights
 
 
-# How many forwards
-
-# Two rollouts of 16 samples in prompts of four: passes of log_probs and of step together.
-COUNTS = [
-    pytest.param(GSPO, {"steps_per_rollout": 1}, (0, 2), id="one step a rollout"),
-    pytest.param(GSPO, {"steps_per_rollout": 2, "micro_batch_size": 4}, (4, 8), id="two steps of two micro-batches"),
-    pytest.param(replace(GSPO, docs_per_step=8), {"steps_per_rollout": 1}, (4, 8), id="two steps of eight documents"),
-]
-
-
-@pytest.mark.parametrize(("config", "options", "expected"), COUNTS)
-def test_the_first_step_of_a_rollout_has_no_forward_of_its_own(pool, tmp_path, config, options, expected):
-    [(passes, _)] = pool.run(run_on_rank, tmp_path / "run", config, {"num_rollouts": 2, **options}, world_size=1)
-    assert (passes.get("log_probs", 0), passes["step"]) == expected
-
-
 DPPO = replace(GRPO, policy_loss="dppo_tv")
 DELTA = replace(GRPO, off_policy_sequence_delta=0.1)
 READERS = [
@@ -126,47 +110,22 @@ def test_the_first_ratio_is_exactly_1_and_the_second_is_not(pool, tmp_path):
 # Both runs compute in float32 with other roundings: a ratio is 1 here and 1 +- 1e-7 there. Adam divides a gradient by its own size,
 # so weights differ by as much of an update.
 SAME = 1e-6
+TIS = {"importance_correction": "tis", "importance_correction_high": 1.5}
+ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.1}
+OF_SAMPLES = ICEPOP | {"importance_correction_level": "sequence_mean", "off_policy_sequence_delta": 0.01, "watchdog": "off"}
+# (config, ranks, layout, options, experts); "sampled": its rollouts are those of another engine.
 RUNS = [
     pytest.param(replace(GSPO, kl_coefficient=0.2), 2, {PP: 2}, {"packed": True}, {}, id="gspo with KL, packed, PP2"),
     pytest.param(replace(GRPO, fused_lm_head_loss=True), 2, {CP: 2}, {}, {}, id="grpo, fused head, CP2"),
+    pytest.param(GSPO, 1, {}, {"steps_per_rollout": 1}, {}, id="gspo, one step a rollout"),
     pytest.param(replace(GSPO, docs_per_step=8), 1, {}, {"steps_per_rollout": 1}, {}, id="gspo, steps of documents"),
     pytest.param(GRPO, 1, {}, {"router_replay": "rollout"}, EXPERTS, id="experts, R3"),
-]
-
-
-def assert_same_runs(pool, folder, config, world_size, layout, options, experts):
-    """The rows and the final weights of a run without the forward and of one with it."""
-    options = {"num_rollouts": 2, "steps_per_rollout": 2, **options}
-    given = (config, options, {"experts": experts})
-    without = pool.run(run_on_rank, folder / "without", *given, world_size=world_size, **layout)
-    measured = pool.run(run_on_rank, folder / "with", *given, True, world_size=world_size, **layout)
-    rows, truth = metrics_of(folder / "without"), metrics_of(folder / "with")
-    truth[0].pop(PHANTOMS, None)
-    rows[0].pop(PHANTOMS, None)
-    assert unlike_metrics(rows, truth) == []
-    weights = [whole([weights for _, weights in answers]) for answers in (without, measured)]
-    assert relative_difference(*weights) < SAME
-    return without, measured
-
-
-@pytest.mark.parametrize(("config", "world_size", "layout", "options", "experts"), RUNS)
-def test_a_run_trains_as_one_with_the_forward(pool, tmp_path, config, world_size, layout, options, experts):
-    """It saves the forward of the first step of each of its two rollouts."""
-    without, measured = assert_same_runs(pool, tmp_path, config, world_size, layout, options, experts)
-    for (few, _), (all_passes, _) in zip(without, measured, strict=True):
-        assert few["step"] == all_passes["step"]
-        of_a_step = all_passes["step"] // 4
-        assert all_passes["log_probs"] - few.get("log_probs", 0) >= 2 * of_a_step, (few, all_passes)
-
-
-TIS = {"importance_correction": "tis", "importance_correction_high": 1.5}
-ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.1}
-OF_SAMPLES = ICEPOP | {"importance_correction_level": "sequence_mean", "off_policy_sequence_delta": 0.01}
-CORRECTIONS = [
-    pytest.param(replace(GRPO, **TIS), id="grpo, tis"),
-    pytest.param(replace(GSPO, **OF_SAMPLES, watchdog="off"), id="gspo, icepop of samples and off-policy sequences"),
-    pytest.param(replace(GRPO, **OF_SAMPLES, watchdog="off", fused_lm_head_loss=True), id="grpo, the same, fused head"),
-    pytest.param(replace(DPPO, watchdog="off"), id="dppo_tv"),
+    pytest.param(replace(GRPO, **TIS), 1, {}, {"rollouts": "sampled"}, {}, id="grpo, tis"),
+    pytest.param(replace(GSPO, **OF_SAMPLES), 1, {}, {"rollouts": "sampled"}, {}, id="gspo, icepop and off-policy samples"),
+    pytest.param(
+        replace(GRPO, **OF_SAMPLES, fused_lm_head_loss=True), 1, {}, {"rollouts": "sampled"}, {}, id="grpo, the same, fused head"
+    ),
+    pytest.param(replace(DPPO, watchdog="off"), 1, {}, {"rollouts": "sampled"}, {}, id="dppo_tv"),
 ]
 
 
@@ -189,14 +148,31 @@ def sampled(pool, tmp_path_factory):
     return folder / "measured.jsonl"
 
 
-@pytest.mark.parametrize("config", CORRECTIONS)
-def test_a_correction_of_the_first_step_compares_with_the_steps_own(pool, tmp_path, sampled, config):
-    """Where no forward has measured, the policy in training is the trainer's side: of factors, of drops and of their metrics."""
-    options = {"rollouts": str(sampled)}
-    assert_same_runs(pool, tmp_path, config, 1, {}, options, {})
-    first = metrics_of(tmp_path / "without")[0]
-    assert first["policy/train_rollout_logprob_abs_diff"] > 0.01
+@pytest.mark.parametrize(("config", "world_size", "layout", "options", "experts"), RUNS)
+def test_a_run_trains_as_one_with_the_forward(pool, tmp_path, sampled, config, world_size, layout, options, experts):
+    """It saves the forward of the first step of each of its two rollouts. Where no forward has measured, the policy in training is
+    the trainer's side of a correction: of factors, of drops and of their metrics."""
+    options = {"num_rollouts": 2, "steps_per_rollout": 2, **options}
+    is_sampled = "rollouts" in options
+    if is_sampled:
+        options["rollouts"] = str(sampled)
+    given = (config, options, {"experts": experts})
+    without = pool.run(run_on_rank, tmp_path / "without", *given, world_size=world_size, **layout)
+    measured = pool.run(run_on_rank, tmp_path / "with", *given, True, world_size=world_size, **layout)
+    rows, truth = metrics_of(tmp_path / "without"), metrics_of(tmp_path / "with")
+    truth[0].pop(PHANTOMS, None)
+    rows[0].pop(PHANTOMS, None)
+    if options["steps_per_rollout"] == 1 and not config.docs_per_step:
+        truth[1].pop(PHANTOMS, None)
+    assert unlike_metrics(rows, truth) == []
+    weights = [whole([weights for _, weights in answers]) for answers in (without, measured)]
+    assert relative_difference(*weights) < SAME
+    for (few, _), (all_passes, _) in zip(without, measured, strict=True):
+        assert few["step"] == all_passes["step"]
+        if config.policy_loss != "dppo_tv" and not is_sampled:
+            assert all_passes["log_probs"] - few.get("log_probs", 0) >= 2 * all_passes["step"] // 4, (few, all_passes)
+    assert not is_sampled or rows[0]["policy/train_rollout_logprob_abs_diff"] > 0.01
     if config.importance_correction == "icepop":
-        assert 0.05 < first["policy/correction_kept_tokens"] < 0.95
+        assert 0.05 < rows[0]["policy/correction_kept_tokens"] < 0.95
     elif config.importance_correction == "tis":
-        assert first["policy/correction_largest_ratio"] > 1.1
+        assert rows[0]["policy/correction_largest_ratio"] > 1.1

@@ -59,6 +59,7 @@ SLOW = pytest.mark.slow
 SP = {"tensor": 2, "sequence_parallel": True}
 # Each row says what it would catch beside a wrong factor.
 LAYOUTS = [
+    pytest.param(Layout(num_microbatches=1), marks=SLOW, id="one rank, one micro-batch"),
     pytest.param(Layout(num_microbatches=4), id="FB-01 one rank, four unlike micro-batches: a mean of means"),
     pytest.param(Layout(data=2, num_microbatches=2), id="FB-03 DP2: groups straddle ranks"),
     pytest.param(Layout(data=4, num_microbatches=4), marks=SLOW, id="FB-25 DP4 M4: a rank with a fully masked micro-batch"),
@@ -69,8 +70,11 @@ LAYOUTS = [
     pytest.param(Layout(context=2, num_microbatches=2), id="FB-21, FB-128 CP2: a cp factor; FB-22 ranks without tokens"),
     pytest.param(Layout(context=4, num_microbatches=1), marks=SLOW, id="FB-22 CP4: one-token responses leave three ranks idle"),
     pytest.param(Layout(context=2, data=2, num_microbatches=2), marks=SLOW, id="FB-28 CP2xDP2: cp ranks counted twice"),
+    pytest.param(Layout(context=2, **SP, num_microbatches=2), marks=SLOW, id="FB-28 CP2xTP2+SP"),
+    pytest.param(Layout(context=2, pipeline=2, num_microbatches=4), marks=SLOW, id="CP2xPP2"),
     pytest.param(Layout(pipeline=4, num_microbatches=4), marks=SLOW, id="PP4"),
     pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), marks=SLOW, id="PP2 with interleaved stages"),
+    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="FB-03 DP2, distributed optimiser"),
     pytest.param(
         Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="CP2xDP2, distributed optimiser"
     ),
@@ -249,7 +253,7 @@ def test_every_loss_meets_a_layout_and_the_clipped_ones_every_aggregation():
 def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, place, layout):
     """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out. Of the
     fused head FB-80, FB-85, FB-87: a hidden gradient that is one shard's part or tp times the sum, rows in Megatron's order instead
-    of the batch's, a weight gradient that reaches main_grad twice or not at all, and the embedding's share lost where it is tied."""
+    of the batch's, a weight gradient that reaches main_grad twice or not at all, and a tied embedding's share that is lost."""
     model = model_of(layout)
     assert_exact(pool, layout, model, truth_of(model), place)
 

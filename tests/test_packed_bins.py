@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -26,7 +24,6 @@ from trainer_cases import (
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.forward_step import MicrobatchReport
 from megatron_rl.megatron.packed_bins import PackedBin, PackedForwardStep, batches_of_step, samples_of_bin
@@ -264,38 +261,6 @@ def test_train_step_and_metrics_report_the_step_and_not_a_micro_batch(pool):
     assert {"policy/max_advantage", "policy/min_advantage"} <= whole_step.keys() - carried and "policy/entropy" in carried
     [(nothing, logged)] = pool.run(metrics_on_rank, replace(config, policy_metrics="none"), filling, world_size=1)
     assert nothing == {} and list(logged) == ["policy/loss"]
-
-
-def corrected_on_rank(rank, config, bound):
-    """(gradient with rollout log-probabilities in the bins, that of advantages times each sample's ratio, bounded by hand)."""
-    trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE, packed=True)
-    samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()], shift=3e-4)]
-    weights = [0.6, 1.0, 1.4, 2.5, 0.9, 3.0]
-    scaled = [
-        replace(sample, advantage=sample.advantage * min(weight, bound)) for sample, weight in zip(samples, weights, strict=True)
-    ]
-    prompts = [sample.prompt_id for sample in samples]
-    plain = [pack(samples, rows, prompts) for rows in FILLINGS[1]]
-    bins = []
-    for packed in plain:
-        rollout = packed.old_log_probs.clone()
-        for row, start, length in zip(packed.seq_indices, packed.seq_starts, packed.seq_lengths, strict=False):
-            rollout[0, start : start + length - 1] -= math.log(weights[row])  # every token's ratio of old to rollout
-        bins.append(replace(packed, rollout_log_probs=rollout))
-    by_hand = [pack(scaled, rows, prompts) for rows in FILLINGS[1]]
-    without = replace(config, importance_correction="none", importance_correction_high=None)
-    return [
-        run_schedule(trainer, forward_step_of(some, prompts, settings), some)[0]
-        for some, settings in ((bins, config), (by_hand, without))
-    ]
-
-
-def test_inference_log_probs_of_bins_weigh_tokens_as_train_rl_does(pool):
-    """--rl-inference-logprobs-is-correction: min(exp(old - inference), coefficient) times the clipped objective."""
-    host = {"perform_rl_step": True, "rl_use_sequence_packing": True, "rl_inference_logprobs_is_correction": True}
-    args = Namespace(loss_aggregation="sample_mean", rl_importance_sampling_truncation_coef=1.2, **host)
-    [(ours, by_hand)] = pool.run(corrected_on_rank, megatron_lm_config(args), 1.2, world_size=1)
-    assert relative_difference(whole([ours]), whole([by_hand])) < TOLERANCE
 
 
 def plain_bin(**changes) -> PackedBin:
