@@ -105,45 +105,6 @@ def test_a_sampler_s_sets_stand_at_the_rows_that_predict_their_tokens(shapes, ma
     assert num_sets == sum(t % 3 != 1 for _, response in shapes for t in range(response))
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("make", [padded, packed])
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_the_cp_ranks_hold_each_token_once_with_what_belongs_to_it(shapes, make, cp_size):
-    """FB-60, FB-23: values carry their place, so one shifted, scrambled, lost or doubled between ranks is seen."""
-    samples = [sample_of(number, *shape) for number, shape in enumerate(shapes)]
-    seen, whole = [], {}
-    for cp_rank in range(cp_size):
-        batch = make(samples, cp_rank=cp_rank, cp_size=cp_size)
-        bounds, tokens, positions = batch.cu_seqlens.tolist(), batch.tokens.flatten(), batch.position_ids.flatten()
-        assert batch.labels.shape == batch.loss_mask.shape == batch.old_log_probs.shape == tokens.shape
-        for place, token in zip(batch.row_positions.tolist(), tokens.tolist(), strict=True):
-            assert place not in whole
-            whole[place] = token
-        for number in range(len(samples)):
-            for row in range(bounds[number], bounds[number + 1]):
-                position = int(positions[row])
-                if position >= sum(shapes[number]):
-                    assert not batch.loss_mask[row]
-                    continue
-                assert int(tokens[row]) == 100 * number + position
-                if batch.loss_mask[row]:
-                    assert int(batch.labels[row]) == 100 * number + position + 1
-                    assert float(batch.old_log_probs[row]) == -(position + 1) / 8
-                    assert float(batch.ref_log_probs[row]) == -(position + 1) / 4
-                    seen.append((number, position + 1))
-        assert not batch.loss_mask[bounds[-1] :].any()
-    expected = [(number, prompt + t) for number, (prompt, response) in enumerate(shapes) for t in range(response) if t % 3 != 1]
-    assert sorted(seen) == expected
-    lengths = [sum(shape) for shape in shapes]
-    # A row of a padded batch has 16 tokens; a packed document is padded to a multiple of 2 cp_size.
-    multiple = 16 if make is padded else 2 * cp_size if cp_size > 1 else 1
-    sizes = [-(-length // multiple) * multiple for length in lengths]
-    assert sorted(whole) == list(range(len(whole))) and len(whole) >= sum(sizes)
-    for number, length in enumerate(lengths):
-        start = sum(sizes[:number])
-        assert [whole[start + q] for q in range(length)] == [100 * number + q for q in range(length)]
-
-
 def test_context_parallel_ranks_take_zigzag_chunks_of_each_row_and_of_each_document():
     """By hand: of 8 positions at cp 2, rank 0 takes chunks 0 and 3, as the model's rotary positions do."""
     sample = sample_of(0, 3, 5)

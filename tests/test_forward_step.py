@@ -256,25 +256,3 @@ def test_on_the_gpu_the_reports_stop_the_step():
     check_finite([report(0, 0), report()])
     with pytest.raises(DataError, match=r"micro-batches \{1: 3, 2: 1\} \(micro-batch: tokens\): the optimiser step is refused"):
         check_finite([report(0, 0), report(1, 2), report(0, 1)])
-
-
-def bf16_on_rank(rank):
-    """(metrics, gradient, dtype of weights, dtype of main gradients) of one step in float32 and in bf16."""
-    answers = []
-    for bf16 in (False, True):
-        trainer = cases.tiny_trainer(PolicyLossConfig(), bf16=bf16, **cases.STILL)
-        [samples] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
-        metrics = trainer.step([samples[:2], samples[2:]])
-        parameters = list(trainer.model.parameters())
-        dtypes = {p.dtype for p in parameters}, {p.main_grad.dtype for p in parameters}
-        answers.append((metrics, cases.gradients_of(trainer), dtypes))
-    return answers
-
-
-def test_a_bf16_model_trains_on_the_float32_gradient_to_bf16_s_precision(pool):
-    """Catches a scale lost in Float16Module, cast or reduction. bf16 rounds by 4e-3, two layers by some 1e-2."""
-    answers = pool.run(bf16_on_rank, world_size=2, **{cases.TP: 2})
-    exact, rounded = (cases.whole([answer[index][1] for answer in answers]) for index in (0, 1))
-    assert answers[0][1][2] == ({torch.bfloat16}, {torch.float32})
-    assert 1e-5 < cases.relative_difference(rounded, exact) < 3e-2
-    assert answers[0][1][0]["grad_norm"] == pytest.approx(answers[0][0][0]["grad_norm"], rel=1e-2)

@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron import probe
 from megatron_rl.megatron.installed import expert_replicas_drift
-from megatron_rl.megatron.probe import probe_schedule, run_one_parameter
+from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.schedule import delivered_factor, microbatch_multiple, scale_for_schedule
 from megatron_rl.train import trainer as trainer_module
 
@@ -74,50 +74,6 @@ def test_the_installed_megatron_gives_the_gradient_of_the_step_on_every_layout(p
             assert all(result.in_words.startswith("ratio 1, of experts ") for result in results)
         else:
             assert all(result.expert_ratio is None and result.in_words == f"ratio {result.ratio:.6g}" for result in results)
-
-
-# L of each micro-batch [dp-cp rank][m] and its token count; a mean of means, a sum and a mean of sums differ for them.
-VALUES = [[1.0, 4.0, 0.5], [2.0, -3.0, 8.0], [0.25, 6.0, 5.0], [7.0, 1.5, -2.0]]
-COUNTS = [[1, 3, 0], [2, 5, 1], [4, 0, 2], [1, 1, 6]]
-ROWS = [(length, per_token) for length in (3, 2) for per_token in BOTH]
-
-
-def rows_on_rank(rank):
-    """(place among the data- and context-parallel ranks, gradient of each row of the table)."""
-    me, answers = resolve_groups().dp_cp.rank(), []
-    for length, per_token in ROWS:
-
-        def tuple_of(loss, index, config, length=length, per_token=per_token):
-            assert config.calculate_per_token_loss is per_token
-            num_tokens = torch.tensor(COUNTS[me][index], dtype=torch.int32)
-            report = {"loss": loss.detach().clone()}
-            return (loss, num_tokens, report) if length == 3 else (loss, report)
-
-        answers.append(run_one_parameter(tuple_of, VALUES[me], calculate_per_token_loss=per_token).dense)
-    return me, answers
-
-
-def row_by_hand(length, per_token, dp, cp):
-    """The gradient of sum over r, m of L_rm as the table of Megatron-Core 0.15 and later says it comes out."""
-    pairs = [(VALUES[r][m], COUNTS[r][m]) for r in range(dp * cp) for m in range(3)]
-    if per_token and length == 3:
-        return sum(value for value, _ in pairs) / sum(count for _, count in pairs)
-    if per_token:
-        return sum(value for value, _ in pairs) * cp / 3
-    if length == 3:
-        return sum(value / max(count, 1) for value, count in pairs) / (dp * cp * 3)
-    return sum(value for value, _ in pairs) / (dp * 3)
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)], ids=["CP2", "DP2xCP2"])
-def test_each_row_of_the_contract_table_is_what_megatron_does(pool, dp, cp):
-    """FB-16: catches a release that changes what a tuple means, and a probe that measures something else. Two micro-batches
-    have no token: n = 0 gave NaN in 0.13 and 0.14, and would give it here."""
-    answers = pool.run(rows_on_rank, world_size=dp * cp, **{CP: cp})
-    assert sorted(me for me, _ in answers) == list(range(dp * cp))
-    for _, gradients in answers:
-        assert gradients == pytest.approx([row_by_hand(*row, dp, cp) for row in ROWS], rel=TOLERANCE)
 
 
 def probe_changed_schedule(rank, name):
