@@ -106,6 +106,7 @@ def shared(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 path.write_bytes(pickle.dumps(compute()))
+            fcntl.flock(lock, fcntl.LOCK_UN)  # ranks that compute() has started hold the file open as long as they live
         return pickle.loads(path.read_bytes())
 
     return ask
