@@ -72,7 +72,7 @@ JUDGES = {
     "layout/": "context_parallel groups rank_agreement generated_steps log_probs",
     "layout/sampling_support.py": "support",
     "layout/agreement.py": "groups rank_agreement generated_steps",
-    "layout/groups.py": "groups packing counts rank_agreement generated_steps",
+    "layout/groups.py": "groups counts rank_agreement generated_steps",
     "policy_loss/": "contracts golden_losses losses refused generated_steps head",
     "losses/": "contracts golden_losses losses refused generated_steps head",
     "policy_loss/corrected_inputs.py": "corrections generated_steps",

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
+from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.megatron.schedule import delivered_factor

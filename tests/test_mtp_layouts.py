@@ -20,7 +20,6 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.training_hooks import check_model_contract
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.megatron import multi_token, router_losses
-from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.model import find_output_layer, transformer_config
