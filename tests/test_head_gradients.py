@@ -258,33 +258,31 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(linear_head, "CPU_TEMPORARY_BYTES", 7 * 4 * 48)
 
 
-@pytest.mark.parametrize(("factor", "writes"), [(None, []), (8.0, ["mul"]), (24.0, ["mul"])], ids=str)
-def test_a_product_that_is_the_only_one_writes_16_bits_at_once(small_blocks, factor, writes):
-    """No zeros, no float32 of that size, no cast; a factor of backward is one pass. The budget holds exactly the rows there are."""
-    case = sixteen_bits()
-    options = {"rows": 48, "factor": factor or 1.0, "loss_scale": None if factor else 1.0}
-    got, written = weight_gradient_of("gspo", case, **options)
-    assert written.dtypes == [torch.bfloat16] and written.operations == writes
-    exact, _ = weight_gradient_of("gspo", case, loss_scale=1.0, main_grad=True)
-    # One rounding of 2^-8, and one more of a factor that is no power of two. 1e-6: sums in another order.
-    limit = (2 if factor == 24.0 else 1) * 2**-8 * (1 + 2**-8) + 1e-6
-    wanted = exact.double() * (factor or 1.0)
-    assert ((got.double() - wanted).abs() <= limit * wanted.abs() + 1e-9 * wanted.abs().max()).all()
-
-
 @pytest.mark.parametrize(
-    ("kind", "documents"), [("grpo", 4), ("gspo", 4), ("gspo", 1)], ids=["row-by-row", "in-chunk", "scale-last"]
+    ("kind", "documents", "rows", "factor", "dtypes"),
+    [
+        pytest.param("gspo", 4, 48, None, [torch.bfloat16], id="one product, an announced factor"),
+        pytest.param("gspo", 4, 48, 8.0, [torch.bfloat16], id="one product, a power of two in backward"),
+        pytest.param("gspo", 4, 48, 24.0, [torch.bfloat16], id="one product, another factor in backward"),
+        pytest.param("grpo", 4, 12, 24.0, [torch.float32, torch.bfloat16], id="row-by-row"),
+        pytest.param("gspo", 4, 12, 24.0, [torch.float32, torch.bfloat16], id="in-chunk"),
+        pytest.param("gspo", 1, 5, 24.0, [torch.float32, torch.bfloat16], id="scale-last"),
+    ],
 )
-def test_several_products_are_summed_in_float32_and_rounded_once(small_blocks, kind, documents):
-    """The first one writes float32 without zeros before it; backward multiplies and rounds in one pass, in blocks on a CPU."""
+def test_one_product_writes_16_bits_at_once_and_several_are_rounded_once(small_blocks, kind, documents, rows, factor, dtypes):
+    """No zeros and no cast; a factor of backward is one pass, in blocks on a CPU. The budget holds exactly the rows there are."""
     case = sixteen_bits(documents)
-    rows = 12 if documents > 1 else 5
-    got, written = weight_gradient_of(kind, case, rows=rows, factor=24.0)
-    assert written.dtypes == [torch.float32, torch.bfloat16]
+    options = {"rows": rows, "factor": factor or 1.0, "loss_scale": None if factor else 1.0}
+    got, written = weight_gradient_of(kind, case, **options)
+    assert written.dtypes == dtypes
     assert not {"zeros", "zeros_like", "new_zeros", "zero_", "fill_", "copy_", "_to_copy"} & set(written.operations)
-    wanted, _ = weight_gradient_of(kind, case, rows=rows, factor=24.0, main_grad=True)
-    # Half a unit in the last place of bfloat16, and 1e-6 of float32 sums.
-    assert ((got.double() - wanted.double()).abs() <= (2**-8 + 1e-6) * wanted.double().abs() + 1e-9 * wanted.abs().max()).all()
+    if len(dtypes) == 1:
+        assert written.operations == ["mul"] * (factor is not None)
+    exact, _ = weight_gradient_of(kind, case, rows=rows, loss_scale=1.0, main_grad=True)
+    wanted = exact.double() * (factor or 1.0)
+    # One rounding of 2^-8, and one more where 16 bits are multiplied by no power of two. 1e-6: sums in another order.
+    limit = (2 if len(dtypes) == 1 and factor == 24.0 else 1) * 2**-8 * (1 + 2**-8) + 1e-6
+    assert ((got.double() - wanted).abs() <= limit * wanted.abs() + 1e-9 * wanted.abs().max()).all()
 
 
 @pytest.mark.parametrize(

@@ -121,25 +121,16 @@ def test_backward_multiplies_the_rows_that_have_a_coefficient_and_no_logits_are_
     assert (hidden.grad.abs().amax(1) > 0).tolist() == is_read.tolist()
 
 
-def test_in_bfloat16_only_the_operands_are_rounded():
-    """With float32 logits: the gradient is as near to float64 as bfloat16 results can be, 2^-9 of an element."""
-    hidden, weight, labels, c, e = operands(torch.bfloat16)
-    got = by_head(hidden, weight, labels, c.float(), e.float(), fp32_logits=True)
-    want = by_autograd(hidden, weight, labels, c, e)
-    for mine, theirs in zip(got, want, strict=True):
-        assert relative(mine, theirs) < (LIMIT if mine.dtype == torch.float32 else 2**-8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_many_temperatures_share_one_gradient_of_the_weight(dtype):
-    """In bfloat16 a row of logits' gradient is rounded once, and so is the sum over all temperatures: 2 x 2^-9. Sums of 24
-    temperatures that are each rounded are 8e-3 off."""
+@pytest.mark.parametrize("of_rows", [False, True], ids=["one temperature", "a temperature a row"])
+def test_with_float32_logits_only_operands_and_results_are_rounded(dtype, of_rows):
+    """bfloat16 results are good to 2^-9 of an element: a row of logits' gradient is rounded once, and so is the weight's, over all
+    temperatures. Sums of 24 temperatures that are each rounded are 8e-3 off."""
     hidden, weight, labels, c, e = operands(dtype)
-    temperatures = 0.5 + torch.arange(TOKENS).roll(7) / TOKENS
-    got = by_head(hidden, weight, labels, c, e, temperatures, fp32_logits=True)
-    limit = LIMIT if dtype == torch.float32 else 2**-8
+    temperatures = 0.5 + torch.arange(TOKENS).roll(7) / TOKENS if of_rows else TEMPERATURE
+    got = by_head(hidden, weight, labels, c.float(), e.float(), temperatures, fp32_logits=True)
     for mine, theirs in zip(got, by_autograd(hidden, weight, labels, c, e, temperatures), strict=True):
-        assert relative(mine, theirs) < limit
+        assert relative(mine, theirs) < (LIMIT if mine.dtype == torch.float32 else 2**-8)
 
 
 @pytest.mark.parametrize("live", [slice(0, 0), slice(3, 4)], ids=["no row", "one row"])
