@@ -370,31 +370,47 @@ def failing(module, *inputs):
     raise RuntimeError("after the head")
 
 
-def wrapped_on_rank(rank, around):
+def as_it_is(module, *inputs):
+    return module(*inputs)
+
+
+def with_bias(model):
+    model.output_layer.bias = nn.Parameter(torch.zeros(VOCABULARY))
+
+
+def sharded(model):
+    """torch's FSDP2, which frees the weight of the output layer after the layer's forward."""
+    fully_shard(model.output_layer, mesh=init_device_mesh("cpu", (1,)))
+
+
+def wrapped_on_rank(rank, around, change):
     """(what running the model says, whether the layer is its own again, whether its logits are)."""
     model = small_model()
     tokens = torch.tensor([[1, 2, 3, 4]])
     before = model(tokens, torch.arange(4)[None], None)
+    if change is not None:
+        change(model)
     message = error_of(lambda: run_model(Wrapper(model, around), model_input(tokens), FUSED, SINGLE))
     layer = find_output_layer(model)
     return message, "forward" not in vars(layer), torch.equal(model(tokens, torch.arange(4)[None], None), before)
 
 
-WRAPPED = [
-    pytest.param(
-        lambda module, *inputs: 0.5 * module(*inputs), "changes the logits afterwards (a scale or a soft cap)", id="scale"
-    ),
-    pytest.param(called_twice, "calls its output layer 2 times", id="two calls"),
-    pytest.param(lambda module, *inputs: torch.zeros(1, requires_grad=True), "calls its output layer 0 times", id="no call"),
-    pytest.param(recomputed, "activation recomputation around the output layer", id="recomputation"),
-    pytest.param(failing, "RuntimeError: after the head", id="failure of the model's own"),
-]
+WRAPPED = {
+    "changes the logits afterwards (a scale or a soft cap)": (lambda module, *inputs: 0.5 * module(*inputs), None),
+    "calls its output layer 2 times": (called_twice, None),
+    "calls its output layer 0 times": (lambda module, *inputs: torch.zeros(1, requires_grad=True), None),
+    "activation recomputation around the output layer": (recomputed, None),
+    "RuntimeError: after the head": (failing, None),
+    "asked to gather logits over tp": (lambda module, *inputs: module(*inputs, runtime_gather_output=True), None),
+    "ConfigError: --fused-lm-head-loss with a bias in the output layer": (as_it_is, with_bias),
+    "with FSDP: the weight of the output layer is whole within the layer's own forward alone": (as_it_is, sharded),
+}
 
 
-@pytest.mark.parametrize(("around", "says"), WRAPPED)
-def test_a_model_whose_logits_are_not_the_product_is_refused_and_the_layer_put_back(pool, around, says):
-    """FB-80: the loss would silently be that of other logits, or have no gradient. After any end the model is as it was."""
-    [(message, is_own, is_equal)] = pool.run(wrapped_on_rank, around, world_size=1)
+@pytest.mark.parametrize("says", WRAPPED)
+def test_a_model_whose_logits_are_not_the_product_is_refused_and_the_layer_put_back(pool, says):
+    """FB-69, FB-80: the loss would silently be that of other logits, or have no gradient. After any end the model is as it was."""
+    [(message, is_own, is_equal)] = pool.run(wrapped_on_rank, *WRAPPED[says], world_size=1)
     assert says in message and is_own and is_equal
 
 
@@ -427,43 +443,6 @@ def test_the_layer_hands_over_16_bit_hidden_states_and_the_weight_in_use(pool, t
     [answer] = pool.run(handed_over_on_rank, tie_embeddings, world_size=1)
     assert answer[:6] == ((1, 1, 1), torch.bfloat16, (4, 2, 16), True, True, True)
     assert answer[6] < 1e-6
-
-
-def layer_refusals_on_rank(rank):
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    messages = []
-    model = small_model()
-    model.output_layer.bias = nn.Parameter(torch.zeros(VOCABULARY))
-    messages.append(error_of(lambda: run_model(model, model_input(tokens), FUSED, SINGLE)))
-    gathering = Wrapper(small_model(), lambda module, *inputs: module(*inputs, runtime_gather_output=True))
-    messages.append(error_of(lambda: run_model(gathering, model_input(tokens), FUSED, SINGLE)))
-    messages.append(error_of(lambda: tiny_trainer(PolicyLossConfig(fp32_lm_head=True))))
-    return messages
-
-
-def test_a_layer_that_is_more_than_a_product_is_refused_by_name(pool):
-    """FB-69, FB-80: an option that the fused path drops in silence."""
-    [(bias, at_runtime, float32)] = pool.run(layer_refusals_on_rank, world_size=1)
-    assert "ConfigError: --fused-lm-head-loss with a bias in the output layer" in bias
-    assert "asked to gather logits over tp" in at_runtime
-    assert "--fp32-lm-head has no effect with float32 parameters" in float32 and "--bf16" in float32
-
-
-def sharded_on_rank(rank):
-    """torch's FSDP2, which frees the weight of the output layer after the layer's forward; the layer's own forward trains."""
-    mesh = init_device_mesh("cpu", (1,))
-    messages = []
-    for settings in (FUSED, HeadSettings()):
-        model = small_model()
-        fully_shard(model.output_layer, mesh=mesh)
-        messages.append(error_of(partial(run_model, model, model_input(torch.tensor([[1, 2, 3, 4]])), settings, SINGLE)))
-    return messages
-
-
-def test_a_head_that_fsdp_shards_is_refused_before_the_loss_reads_a_freed_weight(pool):
-    [(fused, own)] = pool.run(sharded_on_rank, world_size=1)
-    assert "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone" in fused
-    assert own == ""
 
 
 def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():
