@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -49,6 +50,18 @@ def _looking_up(module: ModuleType, value: object) -> object:
     return value
 
 
+def unasked(name: str, arguments: str) -> Callable:
+    """A function of these arguments that ours takes the place of."""
+    made: dict[str, Callable] = {}
+    exec(f"def {name}({arguments}): raise AssertionError('the host is not asked')", made)
+    return made[name]
+
+
+def unasked_function(name: str, arguments: str) -> type:
+    """The same of autograd."""
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(unasked("forward", f"ctx, {arguments}"))})
+
+
 # verl 1dda039b9
 
 
@@ -76,16 +89,13 @@ def vocab_parallel_entropy_with_chunking(vocab_parallel_logits, chunk_size=2048)
     return entropy_of(vocab_parallel_logits)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
-        raise AssertionError("verl's kernel needs CUDA")
-
-
-class FusedLinearForPPOFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_states, vocab_weights, input_ids, temperature=1.0, chunk_size=512):
-        raise AssertionError("verl's own function is not asked")
+# Their kernels need CUDA.
+LinearCrossEntropy = unasked_function(
+    "LinearCrossEntropy", "hidden, weight, labels, temperature=1.0, reduction='none', dist_process_group=None"
+)
+FusedLinearForPPOFunction = unasked_function(
+    "FusedLinearForPPOFunction", "hidden_states, vocab_weights, input_ids, temperature=1.0, chunk_size=512"
+)
 
 
 # MegatronEngine and MegatronEngineWithLMHead
@@ -257,22 +267,17 @@ def verl_modules() -> dict[str, ModuleType]:
 # NeMo-RL 7ea279abf and SkyRL a9564572e, which have the first two functions from NeMo-Aligner
 
 
-class DistributedLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
-        raise AssertionError("the host's own function is not asked")
-
-
-class ChunkedDistributedLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only=False):
-        raise AssertionError("the host's own function is not asked")
-
-
-class _VocabParallelEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, vocab_parallel_logits):
-        raise AssertionError("SkyRL's own function is not asked")
+ROWS = "vocab_parallel_logits, target, vocab_start_index, vocab_end_index"
+DistributedLogprob = unasked_function("DistributedLogprob", f"{ROWS}, group, inference_only=False")
+ChunkedDistributedLogprob = unasked_function("ChunkedDistributedLogprob", f"{ROWS}, chunk_size, tp_group, inference_only=False")
+_VocabParallelEntropy = unasked_function("_VocabParallelEntropy", "vocab_parallel_logits")
+_fused_lm_head_logprob_apply = unasked(
+    "_fused_lm_head_logprob_apply",
+    "backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only",
+)
+_fused_vocab_parallel_entropy_from_hidden = unasked(
+    "_fused_vocab_parallel_entropy_from_hidden", "hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0"
+)
 
 
 def from_parallel_logits_to_logprobs(logits, target, first, end, group, inference_only=False, chunk_size=None):
@@ -283,16 +288,6 @@ def from_parallel_logits_to_logprobs(logits, target, first, end, group, inferenc
     else:
         found = ChunkedDistributedLogprob.apply(logits, target, first, end, chunk_size, group, inference_only)
     return found.contiguous()[:, :-1]
-
-
-def _fused_lm_head_logprob_apply(
-    backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only
-):
-    raise AssertionError("SkyRL's own function is not asked")
-
-
-def _fused_vocab_parallel_entropy_from_hidden(hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0):
-    raise AssertionError("SkyRL's own function is not asked")
 
 
 def from_parallel_hidden_to_logprobs(hidden, weight, target, first, end, group, inference_only=False, temperature=1.0):
@@ -336,12 +331,8 @@ def skyrl_module() -> ModuleType:
 # ROLL 8eb27cc2d
 
 
-def vocab_parallel_logprobs(vocab_parallel_logits, target, use_fused_kernel=True):
-    raise AssertionError("ROLL's own function is not asked")
-
-
-def vocab_parallel_entropy_of_roll(vocab_parallel_logits, used_fp32=True, use_fused_kernel=True):
-    raise AssertionError("ROLL's own function is not asked")
+vocab_parallel_logprobs = unasked("vocab_parallel_logprobs", "vocab_parallel_logits, target, use_fused_kernel=True")
+vocab_parallel_entropy_of_roll = unasked("vocab_parallel_entropy", "vocab_parallel_logits, used_fp32=True, use_fused_kernel=True")
 
 
 def op_compute_log_probs(self, logits, labels):
