@@ -348,22 +348,6 @@ def test_what_is_no_value_is_refused_by_name(wrong, level, head):
     assert name in str(caught.value)
 
 
-RIGHT = {
-    "a tensor": lambda value, derivative: value,
-    "value and derivative": LossValue,
-    "all": lambda value, derivative: LossValue(value, derivative, value > 0),
-    "a value without a gradient": lambda value, derivative: value.detach(),
-}
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("right", RIGHT)
-def test_what_is_right_is_believed(right, level, head):
-    output = HEADS[head](register(level, RIGHT[right]))
-    assert math.isfinite(output.loss.item()) and output.num_nonfinite.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_a_loss_raises_is_what_its_user_sees(level, head):
@@ -394,16 +378,9 @@ def test_masked_tokens_may_come_back_as_anything(level, has_derivative):
     assert torch.equal(results[0][0].loss, results[1][0].loss) and torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        pytest.param(lambda log_ratio: log_ratio.data.zero_(), id="through .data"),
-        pytest.param(lambda log_ratio: log_ratio.detach().numpy().fill(0.0), id="through numpy"),
-    ],
-)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_write_that_cannot_be_seen_meets_a_copy(level, write):
+def test_a_write_that_cannot_be_seen_meets_a_copy(level):
     expected = through_logits(register(level, LossValue), metrics="basic")
-    got = through_logits(register(level, LossValue, write), metrics="basic")
+    got = through_logits(register(level, LossValue, lambda log_ratio: log_ratio.data.zero_()), metrics="basic")
     assert torch.equal(got.loss, expected.loss) and torch.equal(got.log_probs, expected.log_probs)
     assert torch.equal(got.metrics.values, expected.metrics.values)

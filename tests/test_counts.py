@@ -160,6 +160,7 @@ def test_partial_groups_pass_where_they_are_allowed_and_whole_ones_always():
     assert count_step(s_masks(), S_PROMPTS, samples_per_prompt=2)[0].num_prompts == 2
     partial = count_step(s_masks(), [7, 7, 8, 9], samples_per_prompt=2, allow_partial_prompt_groups=True)
     assert partial[0].num_prompts == 3
+    assert count_step(s_masks(), [*"abcd"], samples_per_prompt=1)[0].num_prompts == 4
 
 
 @given(order=st.permutations(range(8)), ids=st.sampled_from([["x", "y", "z"], [3, -1, 2**70]]))
