@@ -5,7 +5,6 @@ test_generated_steps.py has every one of them in whole steps, on every layout, b
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -18,11 +17,11 @@ from helpers import (
 )
 from loss_backends import LOSSES, over_backends
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.further import CORRECTION_STATISTICS
 from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.policy_loss import importance_correction, policy_loss
+from megatron_rl.policy_loss import importance_correction
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
 RATIOS = [[0.4, 1.0], [6.0], [1.0, 2.5, 0.9]]
@@ -161,18 +160,6 @@ def test_the_metrics_of_a_correction_are_those_by_hand():
     assert {name: found[f"policy/correction_{name}"] for name in want} == pytest.approx(want, rel=1e-6)
     plain, _ = run_loss(LOSSES["grpo"], batch, metrics="basic", **CLIP)
     assert not [name for name in finalise_metrics(plain.metrics) if "correction" in name]
-
-
-def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction(own_losses):
-    """The same gap would be corrected twice."""
-    batch = random_batch([3])
-    options = {"correction": CorrectionSettings(kind="tis"), "rollout_log_probs": batch.old_log_probs}
-    with pytest.raises(ConfigError, match="own_anchored.*counted twice"):
-        run_loss(functools.partial(policy_loss, "own_anchored"), batch, **options)
-    with pytest.raises(ConfigError, match="correction='tis' must be a CorrectionSettings"):
-        run_loss(LOSSES["grpo"], batch, correction="tis", rollout_log_probs=batch.old_log_probs, **CLIP)
-    with pytest.raises(ConfigError, match=r"needs rollout_log_probs \[T\]"):
-        run_loss(LOSSES["grpo"], batch, correction=CorrectionSettings(kind="tis"), **CLIP)
 
 
 OF_SAMPLES = {"kind": "tis", "level": "sequence_mean", "high": 2.0}
