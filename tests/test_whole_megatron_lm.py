@@ -10,6 +10,7 @@ build_gpt_model; the compilation of index helpers, because bins stand in the pla
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import random
@@ -111,8 +112,14 @@ def train_on_rank(rank: int, root: str, words: list[str]) -> tuple[dict, list[fl
         models.append(provider.model_provider(gpt_builders.gpt_builder, *positional, **named))
         return models[-1]
 
-    own = {"vocab_size": VOCABULARY, "config": megatron_lm_config, "rollout_of_row": lambda: range(len(prompts))}
-    forward_step = PackedForwardStep(bins.__getitem__, lambda: prompts, get_num_microbatches, **own)
+    @functools.cache
+    def made() -> PackedForwardStep:  # after pretrain has read its arguments
+        own = {"vocab_size": VOCABULARY, "config": megatron_lm_config(), "rollout_of_row": lambda: range(len(prompts))}
+        return PackedForwardStep(bins.__getitem__, lambda: prompts, get_num_microbatches, **own)
+
+    def forward_step(data_iterator, model):
+        return made()(data_iterator, model)
+
     with (
         silent_logging(),
         mock.patch.object(sys, "argv", ["train.py", *words]),
