@@ -76,7 +76,7 @@ JUDGES = {
     "policy_loss/": "contracts golden_losses losses refused generated_steps head",
     "losses/": "contracts golden_losses losses refused generated_steps head",
     "policy_loss/corrected_inputs.py": "corrections generated_steps",
-    "policy_loss/api.py": "losses contracts assumed_scale support generated_steps",
+    "policy_loss/api.py": "losses contracts own assumed_scale support generated_steps",
     "policy_loss/inputs.py": "losses refused generated_steps head own",
     "policy_loss/linear.py": "head refused generated_steps linear_parallel",
     "policy_loss/one_read_triton.py": "one_read generated_steps",

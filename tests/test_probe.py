@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -228,6 +229,17 @@ def test_a_count_that_int32_cannot_hold_is_refused_by_name(count):
     for value in [count, torch.tensor(count, dtype=torch.float64)] if isinstance(count, float) else [count]:
         with pytest.raises(DataError, match=r"^num_local_tokens(=.* must be a whole number from 0 to|.*must be one number)"):
             scaled(value)
+
+
+@pytest.mark.parametrize(
+    ("contract", "router_aux_loss", "is_refused"),
+    [(UNIT, None, False), (UNIT, "host", False), (UNIT, "refuse", True), (PER_TOKEN, None, True), (PER_TOKEN, "exact", False)],
+)
+def test_a_balancing_loss_is_refused_where_its_scale_is_wrong_or_the_caller_says_so(contract, router_aux_loss, is_refused):
+    of_experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}
+    given = {"totals": TOTALS, "config": SimpleNamespace(**vars(contract), **of_experts), "groups": ParallelGroups()}
+    with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01") if is_refused else nullcontext():
+        scale_for_schedule(torch.ones(()), 2, num_local_tokens=5, router_aux_loss=router_aux_loss, **given)
 
 
 @pytest.mark.parametrize("number", [1.5, 0, -1, True, "2", None, torch.tensor(2)], ids=repr)

@@ -195,22 +195,22 @@ def replayed(model: nn.Module, config: TransformerConfig, batch: ForwardInput, t
             vars(router)["router_replay"] = GivenRoutes()
     shape = (batch.tokens.shape[0], batch.tokens.shape[1])
     by_layer = {} if routes is None else routes_by_layer(routes, shape, config, tp_group)
-    doors = [(router, door) for router in routers if isinstance(door := vars(router).get("router_replay"), GivenRoutes)]
-    for router, door in doors:
-        door.open(by_layer.get(int(router.layer_number)))
+    replays = [(router, replay) for router in routers if isinstance(replay := vars(router).get("router_replay"), GivenRoutes)]
+    for router, replay in replays:
+        replay.open(by_layer.get(int(router.layer_number)))
     try:
         yield
     finally:
-        for _, door in doors:
-            door.close()
+        for _, replay in replays:
+            replay.close()
 
 
 def forget_recomputations(model: nn.Module) -> None:
     """Before a step: drops what a step that raised has left."""
     for router in routers_of(model):
-        door = vars(router).get("router_replay")
-        if isinstance(door, GivenRoutes):
-            door.forget()
+        replay = vars(router).get("router_replay")
+        if isinstance(replay, GivenRoutes):
+            replay.forget()
 
 
 def replay_problems(config: TransformerConfig) -> Iterator[str]:

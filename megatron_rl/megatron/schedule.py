@@ -58,23 +58,24 @@ def scale_for_schedule(
         groups: the process groups of this rank.
         gradient_divisor: "none", or "num_samples", which divides the gradient (also of the KL and entropy terms) by the step's
             samples once more, as DeepSpeed does. The reported loss does not change.
-        router_aux_loss: "host" or "exact" accept auxiliary losses of experts under the per-token contract; None refuses them.
+        router_aux_loss: "host" or "exact" accept auxiliary losses of experts; None refuses them under the per-token contract, and
+            "refuse" under each.
         added_part: of a loss that is trained beside, and has its own denominator: gradient_divisor does not divide it, and
             `policy/loss` does not count it.
     Communication: none; no synchronisation.
     Raises: ConfigError for a num_microbatches that is not a whole number above 0, for an unknown gradient_divisor, and for
-        auxiliary losses of experts under the per-token contract, which would rescale them. DataError for totals without tokens, a
-        loss_part that is not 0-d, and a num_local_tokens that is not a whole number in int32.
+        auxiliary losses of experts that are refused: the per-token contract would rescale them. DataError for totals without
+        tokens, a loss_part that is not 0-d, and a num_local_tokens that is not a whole number in int32.
     """
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
     num_tokens = _checked_count(num_local_tokens)
-    if config.calculate_per_token_loss:
+    if config.calculate_per_token_loss or router_aux_loss is not None:
         problems = list(router_loss_problems(vars(config) | {"router_aux_loss": router_aux_loss}, Route.MEGATRON_LM))
         if problems:
             raise ConfigError(problems)
-    else:
+    if not config.calculate_per_token_loss:
         num_tokens = 1
     value = loss_part.detach().float()
     num_parts = groups.dp_cp.size() * num_microbatches
