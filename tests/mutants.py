@@ -94,6 +94,7 @@ JUDGES = {
     "megatron/routing.py": "router_replay expert_layouts",
     "megatron/batch.py": "batch packed_bins router_replay",
     "megatron/forward_step.py": "forward_step router_replay",
+    "megatron/head.py": "fused_head mtp_layouts fused_head_models",
     "ops/": "log_probs head head_gradients row_kernels linear_log_probs refused generated_steps",
     "ops/log_probs_triton.py": "row_kernels generated_steps",
     "ops/rescale_triton.py": "assumed_scale one_read",
