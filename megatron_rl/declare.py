@@ -45,7 +45,8 @@ class Registry(dict[str, Record]):
     """Declarations of one kind by name. kind: in messages, as in "KL estimator". decorator: the name of what declares one.
 
     registry[name] imports a name with a dot as module.function, and its module declares it. It raises ConfigError for an unknown
-    name, for a function that cannot be imported, and for one that is not declared.
+    name, for a function that cannot be imported, and for one that is not declared. A name that may be no text, as one from a YAML
+    file, is looked up as str(name).
     """
 
     def __init__(self, kind: str, decorator: str):
@@ -479,7 +480,7 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
     Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
     """
-    return POLICY_LOSSES[name]
+    return POLICY_LOSSES[str(name)]
 
 
 def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:

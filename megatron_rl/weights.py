@@ -289,7 +289,7 @@ def _problems_of_fields(formula: object, source: object, needs: object, takes_di
 
 def get_loss_aggregation(name: str) -> AggregationRecord:
     """The declaration of that name, or of module.name. Raises ConfigError as Registry."""
-    return AGGREGATIONS[name]
+    return AGGREGATIONS[str(name)]
 
 
 def loss_aggregation_names() -> tuple[str, ...]:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import conftest  # noqa: F401  # kernels are interpreted
+import golden_layouts
 import torch
 from generated_steps import CASES, Case, Door, Split, step_of
 from simulated_ranks import on_simulated_ranks
@@ -34,17 +33,6 @@ from megatron_rl.testing.oracle import DenseSettings
 
 FILE = Path(__file__).parent / "golden" / "core.pt"
 Values = dict[str, Tensor]  # by name: everything that a case gives
-
-
-def numbers(key: str) -> Iterator[int]:
-    """An endless row of 64-bit numbers: SplitMix64, from a hash of the key."""
-    state = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-    while True:
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-        mixed = state
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> shift)) * factor % 2**64
-        yield mixed ^ (mixed >> 31)
 
 
 def key_of(case: Case) -> str:
@@ -78,8 +66,6 @@ def values_of(cases: Mapping[str, dict]) -> Iterator[tuple[str, Values]]:
     yield from ((key, values_of_step(case_of(case))) for key, case in cases.items() if case)
     rest = [key for key, case in cases.items() if not case]
     if rest:
-        import golden_layouts
-
         yield from golden_layouts.values_of(rest)
 
 
@@ -159,8 +145,6 @@ def compare(word: str) -> None:
 
 def all_values() -> tuple[dict[str, dict], dict[str, Values]]:
     """Of the generated steps that are computed: a vocabulary of one on two ranks is refused."""
-    import golden_layouts
-
     cases: dict[str, dict] = {key_of(case): asdict(case) for case in CASES} | dict.fromkeys(golden_layouts.KEYS, {})
     values = {}
     for key, case in cases.items():
@@ -186,5 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["golden_core"] = sys.modules["__main__"]  # golden_layouts imports it
     main()

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from golden_core import numbers
 from torch import Tensor
 
 SP = {"tensor": 2, "sequence_parallel": True}
@@ -42,6 +41,17 @@ HOSTS = [
     *((host, "loss", "grpo", "token_mean", 3) for host in ("verl", "nemo_rl", "roll", "skyrl")),
 ]
 KEYS = [f"layout | {name}" for name in LAYOUTS] + ["host | " + " | ".join(map(str, row)) for row in HOSTS]
+
+
+def numbers(key: str) -> Iterator[int]:
+    """An endless row of 64-bit numbers: SplitMix64, from a hash of the key."""
+    state = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        mixed = state
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> shift)) * factor % 2**64
+        yield mixed ^ (mixed >> 31)
 
 
 def values_of(keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:

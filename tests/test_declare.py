@@ -143,6 +143,8 @@ REFUSED = [  # (message, call)
         lambda: KL_ESTIMATORS["own_losses.bounded_log_ratio"],
     ),
     ("must be a name", lambda: KL_ESTIMATORS[3]),
+    (r"\['grpo'\].* is not registered", lambda: get_policy_loss(["grpo"])),
+    (r"\['mine'\].* is not registered", lambda: get_loss_aggregation(["mine"])),
     (r"must accept \(ratios, low, high\)", lambda: register_correction("x")(lambda ratios: ratios)),
     ("'tis' is already registered by megatron_rl.losses.corrections", lambda: register_correction("tis")(lambda w, low, high: w)),
     (

@@ -273,7 +273,7 @@ def _wrong_values(
     try:
         loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
         loss.resolve_parameters(config.loss_parameters)
-        KL_ESTIMATORS[config.kl_estimator]
+        KL_ESTIMATORS[str(config.kl_estimator)]
     except ConfigError as error:
         yield from error.problems
 

@@ -208,7 +208,7 @@ class CorrectionSettings:
         declared = None
         if self.has_factor:
             try:
-                declared = CORRECTIONS[self.kind]
+                declared = CORRECTIONS[str(self.kind)]
             except ConfigError as error:
                 yield f"importance_correction={self.kind!r}: {error}"
                 return

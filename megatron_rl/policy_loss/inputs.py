@@ -137,7 +137,7 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
         raise ConfigError(f"metrics={options.metrics!r} is not one of {', '.join(PolicyMetrics)}")
     if coefficients["kl_coefficient"] or options.kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
         try:
-            KL_ESTIMATORS[options.kl_estimator]
+            KL_ESTIMATORS[str(options.kl_estimator)]
         except ConfigError as error:
             raise ConfigError(f"kl_estimator={options.kl_estimator!r}: {error}") from error
     if options.correction is not None:

@@ -147,7 +147,8 @@ def linear_policy_loss(
             agreement.add("which gradients are needed (hidden, weight)", needs)
         compare_calls(agreement, loss, options, batch, given.advantages)
     batch = known_before_rows(loss, batch, options, dtype)
-    rows, with_entropy = mask.nonzero()[:, 0], options.needs_entropy(loss)
+    rows = mask.nonzero()[:, 0]
+    with_entropy = options.needs_entropy(loss)
     with torch.no_grad():
         if support is not None:
             head, scored = score_kept(hidden, weight, labels, options, support, rows, capacity, with_entropy=with_entropy)
@@ -182,7 +183,7 @@ def linear_policy_loss(
             ready.weight = None if ready.is_in_main_grad else gradient.weight
         output, found = reduce(loss, head.log_probs, head.entropy, batch, options)
         if support is not None and ready is not None:
-            needs_hidden, (c, e, _) = hidden.requires_grad, found
+            c, e, needs_hidden = found.log_probs, found.entropy, hidden.requires_grad
             fill_with_pairs(ready, head, scored, rows, capacity, c, e, needs_hidden=needs_hidden)
     return output if ready is None else replace(output, loss=attach_gradient(output.loss, hidden, weight, ready))
 
@@ -212,7 +213,8 @@ def _items(loss: PolicyLoss, options: LossOptions, rows: Tensor, bounds: Tensor,
     """Bins of whole documents. Communication: one all-gather of [N] over cp, so that all ranks have the same bins."""
     cuts = torch.searchsorted(rows, bounds.to(rows.dtype)).tolist()
     rows_of_documents = [rows[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
-    sizes, cp_group = [part.numel() for part in rows_of_documents], options.cp_group
+    sizes = [part.numel() for part in rows_of_documents]
+    cp_group = options.cp_group
     if cp_group.size() > 1 and sizes:  # of the cp rank that holds most of each document
         sizes = all_gather_stack(torch.tensor(sizes).to(group_device(cp_group)), cp_group).amax(0).tolist()
     # Only at level "sequence" without a clip of tokens, and without other terms, the tokens of a document share one coefficient.

@@ -206,6 +206,7 @@ ONE_RATIO_A_SAMPLE: dict[str, Callable[[Tensor, Tensor, DenseSettings], Tensor]]
 
 
 class Counts(NamedTuple):
+    N: int  # samples of the step
     R: int  # rollouts of the step
     P: int  # its prompts
     T: int  # its tokens
@@ -292,6 +293,7 @@ def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], setting
         siblings = [other for name, other in zip(rollouts, counts, strict=True) if name == rollout]
         of_prompt = [other for one, other in zip(samples, counts, strict=True) if one.prompt == sample.prompt]
         numbers = Counts(
+            N=len(samples),
             R=len({*rollouts}),
             P=len({one.prompt for one in samples}),
             T=sum(counts),

@@ -108,8 +108,9 @@ class StepAccumulator(Iterator[AccumulatedStep]):
 
     Communication over dp: in the constructor one all-gather of settings; each round one all-reduce of three int64, with one more
     round where the streams end.
-    Raises, on all ranks of dp_group in the same step, DataError for a step that does not end; what a stream raises on its rank. The
-    constructor raises ConfigError for settings that differ between ranks.
+    Raises: DataError for a step that does not end, on all ranks of dp_group together. What a stream raises comes out on its own
+        rank only: do not go on after it, because the others have taken their part of the step. The constructor raises ConfigError
+        for settings that differ between ranks.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def trial(
 def loss_problems(config: PolicyLossConfig) -> Iterator[str]:
     """Of the configured loss at its numbers; none of a built-in one."""
     try:
-        loss = get_policy_loss(str(config.policy_loss))
+        loss = get_policy_loss(config.policy_loss)
         clip = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
         keywords = loss.resolve_parameters(config.loss_parameters)
     except ConfigError:  # other rules report it
