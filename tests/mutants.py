@@ -117,7 +117,7 @@ JUDGES = {
     "train/rollouts.py": "rollouts | train_loop",
     "train/checkpoints.py": "checkpoints | checkpoints expert_layouts",
     "train/generation.py": "generation | generation",
-    "train/hf_": "hf_checkpoint train_hf",
+    "train/hf_": "hf",
     "train/stopping.py": "stopping | train_loop",
     "testing/": "layouts step_check | step_mistakes",
     "testing/comparison.py": "layouts step_check | selftest",

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_hf import save_tokenizer, small_model
+from test_hf import save_tokenizer, small_model
 from verl_engines import GROUP_SIZE, EngineLayout, Optimizer, Rollout, VerlRun, run_verl
 
 from megatron_rl.config import PolicyLossConfig
@@ -83,7 +83,9 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    small_model(vocab_size=VOCABULARY, initializer_range=0.1, tie_word_embeddings=False).save_pretrained(folder)
+    small_model(
+        vocab_size=VOCABULARY, head_dim=16, eos_token_id=0, initializer_range=0.1, tie_word_embeddings=False
+    ).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 

@@ -24,7 +24,7 @@ class Architecture:
     window: int | None = None
 
 
-# Another architecture of these parts is one more row. Its proof is a row in tests/test_hf_checkpoint.py.
+# Another architecture of these parts is one more row. Its proof is a row in tests/test_hf.py.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(window=4096),
