@@ -119,12 +119,12 @@ JUDGES = {
     "train/generation.py": "generation | generation",
     "train/hf_": "hf",
     "train/stopping.py": "stopping | train_loop",
-    "testing/": "layouts step_check | step_mistakes",
+    "testing/": "layouts step_check | step_check",
     "testing/comparison.py": "layouts step_check | selftest",
     "testing/oracle.py": "golden_losses generated_steps",
     "testing/reference.py": "layouts step_check | selftest",
     "testing/loss_": "declare | pytest_plugin",
-    "testing/step_": "step_check | step_mistakes",
+    "testing/step_": "step_check | step_check",
     "commands/explain/": "explain explain_stock",
 }
 
