@@ -82,7 +82,7 @@ def gpu_test_files() -> list[str]:
 
 def tests(session: Session, seconds: float | None) -> list[list[str]]:
     if session.is_dry:
-        return [["-m", "pytest", "-q", "--maxfail", "3", "-k", "dtypes_and_strides", "tests/test_losses_triton.py"]]
+        return [["-m", "pytest", "-q", "--maxfail", "3", "-k", "dtypes_and_strides", "tests/test_losses.py"]]
     workers = str(min(MOST_WORKERS, os.cpu_count() or 1))
     # One file, one worker: an error that stays on the device takes only the tests after it in that worker.
     shared = ["-n", workers, "--dist", "loadfile", "--require", "gpu", "-m", "gpu or kernel"]

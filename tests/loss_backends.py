@@ -1,4 +1,4 @@
-"""What the tables of test_losses*.py run over, both backends and the fused head: one form of batch in, one of result out."""
+"""What the tables of test_losses.py run over, both backends and the fused head: one form of batch in, one of result out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, and refusals.
+"""Corrections for the gap between sampler and trainer, and estimators of KL(policy, reference): by hand, and by enumeration.
 
-test_generated_steps.py has every one of them in whole steps, on every layout, beside a KL and an entropy term.
+test_generated_steps.py has every one of them in whole steps, on every layout, test_contracts.py each against its declaration.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import (
-    CLIP,
-    random_batch,
-    run_loss,
-)
-from loss_backends import LOSSES, over_backends
+from helpers import CLIP, random_batch, run_loss
+from loss_backends import LOSSES, TORCH, over_backends
 
 from megatron_rl.errors import DataError
 from megatron_rl.losses.corrections import CorrectionSettings
+from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.further import CORRECTION_STATISTICS
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import importance_correction
@@ -85,18 +82,6 @@ def test_weights_are_those_by_hand(settings, weights):
     assert found.is_kept.tolist() == is_kept
 
 
-def test_bounds_are_inclusive():
-    assert corrected([[1.0, 1.0]], [1.0], kind="mask", low=1.0, high=1.0).is_kept.all()
-    assert corrected([[1.0, 1.01]], [1.0], kind="mask", low=1.0, high=1.0).is_kept.tolist() == [True, False]
-
-
-@pytest.mark.parametrize(("delta", "kept"), [(0.1, [0, 0, 1, 1, 1, 1]), (0.05, [0, 0, 1, 0, 0, 0]), (0.15, [1] * 6)])
-def test_off_policy_samples_are_those_by_hand(delta, kept):
-    """The means of log(rollout / trained) are .143841, -1.386294 and .064124; samples 0 and 2 have a negative advantage."""
-    found = corrected([[1.5, 0.5], [4.0], [1.1, 0.6, 1.25]], sequence_delta=delta)
-    assert found.is_kept.tolist() == [bool(bit) for bit in kept]
-
-
 def test_only_samples_of_negative_advantage_are_dropped_as_off_policy():
     """FB-96: the sample decides, and the sign. The first one diverged by .458; with a positive advantage it stays."""
     assert corrected(advantages=[1.0, 1.0, 1.0], sequence_delta=0.0).is_kept.all()
@@ -109,18 +94,6 @@ def test_the_function_gives_its_statistics_too():
     known = dict(zip(CORRECTION_STATISTICS, statistics.tolist(), strict=True))
     assert (known["num_corrected_tokens"], known["correction_kept_tokens"], known["num_negative_tokens"]) == (6, 4, 5)
     assert known["correction_kept_samples"] == pytest.approx(1 / 2 + 0 + 1)
-
-
-def test_masked_tokens_may_hold_anything():
-    mask = torch.tensor([True, False, True])
-    old, rollout = torch.tensor([-1.0, math.nan, -2.0]), torch.tensor([-1.5, math.inf, -2.0])
-    settings = CorrectionSettings(kind="tis", level="sequence_mean", high=3.0, sequence_delta=0.1)
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
-    found, _ = importance_correction(settings, old, rollout, mask, bounds, log_probs=old, advantages=torch.ones(3))
-    # (0.5 + 0) / 2 over the two live tokens; float32 rounding.
-    torch.testing.assert_close(found.weights, torch.tensor([math.exp(0.25), 0.0, math.exp(0.25)]))
-    with pytest.raises(DataError, match="rollout_log_probs has unmasked values"):
-        importance_correction(settings, torch.zeros(3), rollout, ~mask, bounds, log_probs=torch.zeros(3), advantages=torch.ones(3))
 
 
 def test_an_exponent_is_bounded():
@@ -181,3 +154,92 @@ def test_a_sampler_s_log_prob_that_is_not_finite_stops_the_step(backend, name, s
         return
     with pytest.raises(DataError, match="document 1 .*has 1 unmasked tokens .*not finite, in rollout_log_probs;"):
         backend.run(LOSSES[name], batch, **options, **CLIP)
+
+
+# Estimators of the KL divergence
+
+LOG_PROBS = torch.tensor([-1.0, -0.5, -2.0, -0.2, -1.5, -3.0], dtype=torch.float64)
+REFERENCE = torch.tensor([-1.2, -0.5, -1.0, -0.9, -1.5, -2.0], dtype=torch.float64)
+POLICY_RATIOS = torch.tensor([1.5, 0.5, 4.0, 1.1, 0.6, 1.25], dtype=torch.float64)
+# With d = log_prob - reference: .2, 0, -1, .7, 0, -1.
+K3 = [math.exp(-d) + d - 1 for d in (0.2, 0.0, -1.0, 0.7, 0.0, -1.0)]
+BY_HAND = {
+    "k1": ([0.2, 0, -1, 0.7, 0, -1], [1] * 6),
+    "k2": ([0.02, 0, 0.5, 0.245, 0, 0.5], [0.2, 0, -1, 0.7, 0, -1]),
+    "k3": (K3, [0.181269, 0, -1.718282, 0.503415, 0, -1.718282]),
+    "k3+": (K3, [0.2, 0, -1, 0.7, 0, -1]),
+    "unbiased": ([rho * k3 for rho, k3 in zip(POLICY_RATIOS.tolist(), K3, strict=True)], [0.3, 0, -4, 0.77, 0, -1.25]),
+}
+
+
+@pytest.mark.parametrize("estimator", BY_HAND)
+def test_value_and_derivative_are_those_by_hand(estimator):
+    """FB-92: where the policy is below the reference descent raises it."""
+    value, derivative = kl_estimate(estimator, LOG_PROBS, REFERENCE, POLICY_RATIOS.log())
+    torch.testing.assert_close(value, torch.tensor(BY_HAND[estimator][0], dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    # Six decimals were written down.
+    torch.testing.assert_close(derivative, torch.tensor(BY_HAND[estimator][1], dtype=torch.float64), rtol=0, atol=5e-7)
+
+
+# Enumeration: each token of the vocabulary once, weighted by the probability that it is sampled with.
+
+VOCABULARY = 7
+
+
+def distribution(seed: int) -> torch.Tensor:  # [V] log-probabilities
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(torch.randn(VOCABULARY, generator=generator, dtype=torch.float64), 0)
+
+
+def gradient_of_kl(logits, reference):
+    leaf = logits.clone().requires_grad_()
+    log_probs = torch.log_softmax(leaf, 0)
+    value = (log_probs.exp() * (log_probs - reference)).sum()
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach(), gradient
+
+
+def expected(estimator, logits, reference, sampler, name):
+    """(value, gradient by the logits [V]) of the KL term, in expectation over samples of `sampler`, through the front door."""
+    policy = torch.log_softmax(logits, 0)
+    sampler = policy if sampler is None else sampler
+    batch = random_batch([1] * VOCABULARY, num_masked=(0,) * VOCABULARY, vocab_size=VOCABULARY)
+    batch.logits[:], batch.labels[:], batch.advantages[:] = logits, torch.arange(VOCABULARY), 0.0
+    batch.old_log_probs[:] = sampler
+    options = {"kl_coefficient": 1.0, "kl_estimator": estimator, "ref_log_probs": reference, "regularizer_weights": sampler.exp()}
+    output, gradient = TORCH.run(LOSSES[name], batch, advantages_per="sample", **options, **CLIP)
+    return output.loss.detach(), gradient.sum(0)
+
+
+def test_enumeration_shows_which_gradient_each_estimator_has():
+    """On-policy k2 and k3+ have that of the KL, k1 none at all, k3 another one; off-policy only `unbiased` has it."""
+    logits, reference, sampler = distribution(0), distribution(1), distribution(2)
+    value, gradient = gradient_of_kl(logits, reference)
+    exact = 1e-12  # float64
+
+    def error(estimator, sampled_by, name="grpo"):
+        found = expected(estimator, logits, reference, sampled_by, name)
+        return float((found[1] - gradient).abs().max()), float((found[0] - value).abs())
+
+    for estimator in ("k2", "k3+", "unbiased"):
+        assert error(estimator, None)[0] < exact, estimator
+    assert error("unbiased", sampler)[0] < exact
+    assert error("unbiased", sampler, "gspo")[0] < exact  # FB-117: a sample of one token; its own ratio
+    assert float(expected("k1", logits, reference, None, "grpo")[1].abs().max()) < exact
+    for estimator in ("k1", "k3"):
+        assert error(estimator, None)[0] > 1e-2, estimator
+    for estimator in ("k2", "k3", "k3+"):
+        assert error(estimator, sampler)[0] > 1e-2, estimator
+    # The values: k1 and k3 are unbiased on-policy, `unbiased` off-policy too.
+    for estimator, sampled_by in (("k1", None), ("k3", None), ("k3+", None), ("unbiased", None), ("unbiased", sampler)):
+        assert error(estimator, sampled_by)[1] < exact, estimator
+    assert error("k2", None)[1] > 1e-2 and error("k3", sampler)[1] > 1e-2
+
+
+@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
+def test_k3_is_bounded_like_the_ratio(difference):
+    """FB-59, FB-93: where the value is saturated the derivative is 0, as autograd gives for the bounded function."""
+    value, derivative = kl_estimate("k3", *torch.tensor([[0.0], [difference], [0.0]], dtype=torch.float64))
+    bounded = math.copysign(20, difference)
+    assert value.item() == pytest.approx(math.exp(bounded) - bounded - 1, rel=1e-12)
+    assert derivative.item() == 0.0
