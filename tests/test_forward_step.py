@@ -19,7 +19,6 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
-from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.megatron.schedule import delivered_factor
@@ -68,17 +67,6 @@ def sizes_on_rank(rank, vocabulary):
     return [{size for shape in mode.shapes for size in shape} for mode in (seen, control)]
 
 
-def test_the_per_token_contract_takes_token_mean_alone():
-    from megatron.core.transformer import TransformerConfig
-
-    model = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=True)
-    sample_mean = PolicyLossConfig(loss_aggregation="sample_mean")
-    [problem] = contract_problems(sample_mean, model)
-    assert problem.startswith("--loss-aggregation sample_mean with calculate_per_token_loss=True")
-    assert [*contract_problems(PolicyLossConfig(loss_aggregation="token_mean"), model)] == []
-    assert [*contract_problems(sample_mean, replace(model, calculate_per_token_loss=False))] == []
-
-
 def changed_later_on_rank(rank):
     """What the step after a step says, where the model's config was changed between them."""
     trainer = cases.tiny_trainer(PolicyLossConfig(loss_aggregation="sample_mean"))
@@ -90,7 +78,7 @@ def changed_later_on_rank(rank):
 
 
 def test_a_setting_that_the_training_loop_changes_is_judged_again(pool):
-    """A model is checked once; calculate_per_token_loss, or a scale of MTP's losses, may come after it is built."""
+    """FB-15: a model is checked once; calculate_per_token_loss, or a scale of MTP's losses, may come after it is built."""
     [(before, changed, again)] = pool.run(changed_later_on_rank, world_size=1)
     assert (before, again) == ("", "")
     assert "--loss-aggregation sample_mean with calculate_per_token_loss=True" in changed

@@ -17,14 +17,11 @@ from trainer_cases import STILL, gradients_of, ragged_step, relative_difference,
 
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.heads.placed_head import place_head
 from megatron_rl.layout import SINGLE
-from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model
-from megatron_rl.megatron.model import find_output_layer, transformer_config
-from megatron_rl.megatron.schedule import scale_for_schedule
+from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout
 from megatron_rl.testing.reference import ragged_samples
 
@@ -65,26 +62,6 @@ def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool,
     assert routers and all(alone[name].abs().max() > 1e-3 for name in routers)
     # The difference of two float32 gradients, of which the larger one is up to a thousand times what is left.
     assert relative_difference(added, {name: alone[name] for name in routers}) < 1e-3
-
-
-def refused_on_rank(rank):
-    """What a loop of one's own whose config was changed later is told, through scale_for_schedule."""
-    config = transformer_config(**SIZES, num_moe_experts=4, moe_ffn_hidden_size=32, calculate_per_token_loss=True)
-    step = {"totals": StepTotals(1, None, 1), "num_local_tokens": 1, "groups": resolve_groups()}
-    given = (
-        {"moe_aux_loss_coeff": 0.01},
-        {"moe_z_loss_coeff": 0.001},
-        {"moe_z_loss_coeff": 0.001, "calculate_per_token_loss": False},
-    )
-    configs = [replace(config, **settings) for settings in given]
-    return [error_of(partial(scale_for_schedule, torch.ones(()), 1, config=changed, **step)) for changed in configs]
-
-
-def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
-    """FB-32: a bridge sets the coefficient of a checkpoint, which no argument shows."""
-    ((balancing, z_loss, other_contract),) = pool.run(refused_on_rank, world_size=1)
-    assert "moe_aux_loss_coeff=0.01 of aux_loss" in balancing and "or add --router-aux-loss exact" in balancing
-    assert "moe_z_loss_coeff=0.001 does not go with" in z_loss and other_contract == ""
 
 
 def hooked_on_rank(rank, kind):

@@ -215,6 +215,34 @@ def scaled(num_local_tokens, *, num_microbatches=2, config=PER_TOKEN):
     return scale_for_schedule(torch.ones(()), num_microbatches, num_local_tokens=num_local_tokens, **shared)
 
 
+def test_scale_for_schedule_by_hand():
+    """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode.
+    What the schedule does to them in place does not reach the report, nor the loss."""
+    four = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
+    groups, totals = ParallelGroups(dp_cp=four), StepTotals(num_samples=5, num_prompts=None, num_tokens=7)
+    part = torch.ones((), requires_grad=True) * 0.5
+
+    def call(per_token: bool, num_microbatches: int = 3, groups: ParallelGroups = groups, **others):
+        given = {"config": SimpleNamespace(calculate_per_token_loss=per_token), "groups": groups, **others}
+        return scale_for_schedule(part, num_microbatches, totals=totals, num_local_tokens=2, **given)
+
+    loss, num_tokens, report = call(False)
+    assert loss.item() == 6.0 and num_tokens.item() == 1 and num_tokens.dtype == torch.int32  # 0.5 x 4 x 3
+    assert report["policy/loss"].tolist() == pytest.approx([0.5, 1 / 12])
+    loss, num_tokens, report = call(False, 1, ParallelGroups())  # a factor of 1
+    loss /= 8.0
+    num_tokens += 5
+    assert report["policy/loss"][0].item() == part.item() == 0.5
+    loss, num_tokens, _ = call(True)
+    assert loss.item() == 3.5 and num_tokens.item() == 2 and num_tokens.dtype == torch.int32  # 0.5 x 7
+    loss, _, report = call(False, gradient_divisor="num_samples")
+    assert loss.item() == pytest.approx(1.2)  # 6 / 5
+    assert report["policy/loss"][0].item() == 0.5
+    with pytest.raises(DataError, match="has no unmasked token"):
+        empty = StepTotals(num_samples=5, num_prompts=None, num_tokens=0)
+        scale_for_schedule(part, 1, totals=empty, num_local_tokens=0, config=None, groups=groups)
+
+
 def test_a_count_of_any_type_reaches_the_schedule_as_int32():
     tensors = [torch.tensor(5), torch.tensor([5]), torch.tensor(5.0), torch.tensor(5, dtype=torch.int32)]
     for count in (0, 5, 2**31 - 1, 5.0, np.int64(5), *tensors):
@@ -231,14 +259,25 @@ def test_a_count_that_int32_cannot_hold_is_refused_by_name(count):
             scaled(value)
 
 
+AUX, Z = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}, {"moe_z_loss_coeff": 0.001}
+
+
 @pytest.mark.parametrize(
-    ("contract", "router_aux_loss", "is_refused"),
-    [(UNIT, None, False), (UNIT, "host", False), (UNIT, "refuse", True), (PER_TOKEN, None, True), (PER_TOKEN, "exact", False)],
+    ("contract", "losses", "router_aux_loss", "refused"),
+    [
+        (UNIT, AUX, None, ""),
+        (UNIT, Z, "host", ""),
+        (UNIT, AUX, "refuse", "moe_aux_loss_coeff=0.01 of aux_loss"),
+        (PER_TOKEN, AUX, None, "moe_aux_loss_coeff=0.01 of aux_loss.* or add --router-aux-loss exact"),
+        (PER_TOKEN, Z, None, "moe_z_loss_coeff=0.001 does not go with"),
+        (PER_TOKEN, AUX, "exact", ""),
+    ],
 )
-def test_a_balancing_loss_is_refused_where_its_scale_is_wrong_or_the_caller_says_so(contract, router_aux_loss, is_refused):
-    of_experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}
-    given = {"totals": TOTALS, "config": SimpleNamespace(**vars(contract), **of_experts), "groups": ParallelGroups()}
-    with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01") if is_refused else nullcontext():
+def test_a_balancing_loss_is_refused_where_its_scale_is_wrong_or_the_caller_says_so(contract, losses, router_aux_loss, refused):
+    """FB-32: a bridge sets the coefficient of a checkpoint, which no argument shows."""
+    config = SimpleNamespace(**vars(contract), num_moe_experts=4, **losses)
+    given = {"totals": TOTALS, "config": config, "groups": ParallelGroups()}
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         scale_for_schedule(torch.ones(()), 2, num_local_tokens=5, router_aux_loss=router_aux_loss, **given)
 
 
