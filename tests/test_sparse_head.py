@@ -145,22 +145,11 @@ def test_a_pair_of_another_rank_is_left_out_and_its_row_stays():
     """Columns 20 to 36 of 37: row 2's ids lie below, so it has no pair here; of row 1 rank 0 has one id."""
     support = SamplingSupport.from_lists([[5, 9], [3, 20, 36, 21], [7]])
     labels = torch.tensor([9, 36, 7])
-    assert make_pairs(support, torch.tensor([1]), labels, vocab_shard(20, 1.0, VOCAB_SIZE, _OfTwo(0))).columns.tolist() == [3]
-    shard = vocab_shard(20, 1.0, VOCAB_SIZE, _OfTwo(1))
+    first, shard = (vocab_shard(20, 1.0, VOCAB_SIZE, of_rank.tp) for of_rank in groups_of_ranks(tp=2))
+    assert make_pairs(support, torch.tensor([1]), labels, first).columns.tolist() == [3]
     pairs = make_pairs(support, torch.tensor([0, 1]), labels, shard)
     assert pairs.columns.tolist() == [0, 1, 16] and pairs.places.tolist() == pairs.tokens.tolist() == [1, 1, 1]
     assert pairs.offsets.tolist() == pairs.bounds.tolist() == [0, 0, 3] and pairs.is_label.tolist() == [False, False, True]
-
-
-class _OfTwo:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return self._rank
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
