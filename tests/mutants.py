@@ -83,7 +83,7 @@ JUDGES = {
     "policy_loss/corrected_inputs.py": "corrections generated_steps",
     "policy_loss/api.py": "losses contracts own assumed_scale support generated_steps",
     "policy_loss/inputs.py": "losses refused generated_steps head own",
-    "policy_loss/linear.py": "head refused generated_steps linear_parallel",
+    "policy_loss/linear.py": "head refused generated_steps",
     "policy_loss/one_read_triton.py": "one_read generated_steps",
     "policy_loss/reduce_torch.py": "golden_losses losses contracts own declare generated_steps",
     "policy_loss/reduce_triton.py": "losses generated_steps",

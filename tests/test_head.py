@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, without_needless_clip
+from helpers import CLIP, error_of, last_rank_alone, without_needless_clip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cases import (
@@ -27,9 +27,13 @@ from linear_cases import (
     seen,
     worst_error,
 )
+from simulated_cuda import mark, simulated_cuda
+from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.declare import LossValue, register_policy_loss
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.ops import linear_gradient, linear_head, log_probs_torch
 from megatron_rl.ops.linear_gradient import cut, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.linear_head import (
@@ -123,47 +127,37 @@ def test_rows_without_a_gradient_leave_the_matmuls(kind, rows):
     alive = 12 if kind == "cispo" else 6
     case = fates(kind)
     options = {**FATES, "max_logits_bytes": budget(case, rows)}
-    want = by_logits(kind, case, **FATES)
-    got = run(fused(kind), case, **options)
+    want = by_logits(kind, case, **FATES, metrics="with_entropy")
+    got = run(fused(kind), case, **options, metrics="with_entropy")
     assert max(worst_error(got, want).values()) < EXACT
-    assert matmul_rows(case, kind, **options) == {"logits": 18, "hidden": alive, "weight": alive}
+    for metrics in ("none", "with_entropy"):
+        assert matmul_rows(case, kind, **options, metrics=metrics) == {"logits": 18, "hidden": alive, "weight": alive}
     # An entropy bonus gives every unmasked row a gradient.
     assert matmul_rows(case, kind, **options, **every_term(case.batch)) == {"logits": 18, "hidden": 18, "weight": 18}
-
-
-@pytest.mark.parametrize("kind", ["gspo"])
-def test_the_entropy_of_each_token_comes_with_the_loss(kind):
-    """From the logits of the chunks, which are computed once, and from the pass over logits. None where nothing asked for it."""
-    case = fates(kind)
-    options = {**FATES, "max_logits_bytes": budget(case, 1000), "metrics": "with_entropy"}
     log_probs = torch.log_softmax(case.batch.logits, -1)
-    expected = torch.where(case.batch.loss_mask, -(log_probs.exp() * log_probs).sum(-1), 0.0)
-    for found in (run(fused(kind), case, **options), by_logits(kind, case, **FATES, metrics="with_entropy")):
-        torch.testing.assert_close(found.output.entropy_per_token, expected, rtol=EXACT, atol=EXACT)
-    assert run(fused(kind), case, **options | {"metrics": "basic"}).output.entropy_per_token is None
-    assert matmul_rows(case, kind, **options)["logits"] == 18
+    entropy = torch.where(case.batch.loss_mask, -(log_probs.exp() * log_probs).sum(-1), 0.0)
+    for found in (got, want):
+        torch.testing.assert_close(found.output.entropy_per_token, entropy, rtol=EXACT, atol=EXACT)
+    assert run(fused(kind), case, **options, metrics="basic").output.entropy_per_token is None
 
 
-def test_long_documents_pay_what_their_plan_says():
-    """Plan scale-last: three matmuls a row, the last chunk of a clipped document, or one of advantage 0, one. Two-pass: all chunks
-    but the last have their logits computed again."""
-    case = fates("gspo")
-    options = {**FATES, "max_logits_bytes": budget(case, 2)}  # three chunks of 2 rows each
-    assert matmul_rows(case, "gspo", **options) == {"logits": 18, "hidden": 6 + 4 + 4, "weight": 6 + 4 + 4}
-    again = matmul_rows(case, "gspo", **options, **every_term(case.batch))
-    assert again == {"logits": 18 + 12, "hidden": 18, "weight": 18}
-    dense = matmul_rows(head_batch([12, 12]), "gspo", max_logits_bytes=budget(case, 1000))
-    assert dense["logits"] == 12 and dense["hidden"] <= 12
-
-
-def test_a_long_document_of_vespo_takes_three_matmuls():
-    """Its weight reads the sample's count: the tokens share one coefficient, as in gspo, off-policy and on-policy."""
-    case = fates("vespo")
-    options = {"max_logits_bytes": budget(case, 2)}  # three chunks of 2 rows each; document 2 has advantage 0
-    assert matmul_rows(case, "vespo", **options) == {"logits": 18, "hidden": 16, "weight": 16}
-    on_policy = replace(case, batch=replace(case.batch, old_log_probs=None))
-    assert matmul_rows(on_policy, "vespo", **options) == {"logits": 18, "hidden": 16, "weight": 16}
-    assert matmul_rows(case, "gspo_token", **options)["logits"] > 18, "its tokens have coefficients of their own"
+@pytest.mark.parametrize(
+    ("kind", "options", "rows"),
+    [
+        # Three matmuls a row; of the last chunk of a clipped document, or one of advantage 0, one.
+        pytest.param("gspo", FATES, {"logits": 18, "hidden": 14, "weight": 14}, id="scale-last"),
+        # The tokens share one coefficient, which reads the sample's count. Nothing is clipped.
+        pytest.param("vespo", {}, {"logits": 18, "hidden": 16, "weight": 16}, id="scale-last of vespo"),
+        pytest.param("vespo", {"on_policy": True}, {"logits": 18, "hidden": 16, "weight": 16}, id="scale-last of vespo on-policy"),
+        # All chunks but the last have their logits computed again.
+        pytest.param("gspo", {**FATES, "has_terms": True}, {"logits": 30, "hidden": 18, "weight": 18}, id="two-pass"),
+        pytest.param("gspo_token", FATES, {"logits": 18 + 4, "hidden": 6, "weight": 6}, id="two-pass, coefficients of a token"),
+    ],
+)
+def test_long_documents_pay_what_their_plan_says(kind, options, rows):
+    case, options = fates(kind), dict(options)
+    terms = every_term(case.batch) if options.pop("has_terms", False) else {}
+    assert matmul_rows(case, kind, **options, **terms, max_logits_bytes=budget(case, 2)) == rows  # three chunks of 2 rows each
 
 
 def test_a_clipped_long_document_leaves_nothing_behind():
@@ -188,19 +182,6 @@ def test_what_the_host_reads_together_is_what_was_there():
 # A torch without a form: the product is made in blocks
 
 
-class OnDevice:
-    """A CPU tensor's stand-in that says it is on CUDA; what is cut from it says so too."""
-
-    def __init__(self, tensor):
-        self.tensor, self.is_cuda = tensor, True
-
-    def __getattr__(self, name):
-        return getattr(self.tensor, name)
-
-    def __getitem__(self, index):
-        return self.tensor[index]
-
-
 def test_a_sum_that_addmm_cannot_make_is_made_in_blocks(monkeypatch):
     """Of the weight gradient's size there would be a second one: 2 GiB at V = 128k and H = 4096."""
     widths = []
@@ -215,7 +196,8 @@ def test_a_sum_that_addmm_cannot_make_is_made_in_blocks(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     gradient, hidden = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 40), (9, 12)))
     out = torch.full((40, 12), 0.5)
-    linear_head.add_weight_gradient(OnDevice(gradient), hidden, out=out)
+    with simulated_cuda():
+        linear_head.add_weight_gradient(mark(gradient), mark(hidden), out=mark(out))
     torch.testing.assert_close(out, 0.5 + gradient.float().t() @ hidden.float())
     assert max(widths) == 7 * 12 and sum(widths) == 40 * 12
 
@@ -272,6 +254,12 @@ def test_a_chunk_has_the_rows_that_fit_the_budget(budget, bytes_per_row, preferr
     rows = rows_per_chunk(budget, bytes_per_row, preferred_bytes=preferred)
     allowed = budget if preferred is None else min(budget, max(preferred, bytes_per_row))
     assert rows >= 1 and rows * bytes_per_row <= allowed < (rows + 1) * bytes_per_row
+
+
+def test_bytes_of_float32_logits_of_16_bits_are_theirs_alone():
+    """The gradient lies over them. Of the other dtypes the test of the budget counts the bytes."""
+    found = [bytes_per_logit(torch.zeros(2, 2, dtype=dtype), True) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    assert found == [4, 4, 8]
 
 
 def test_small_chunks_are_warned_of_once():
@@ -338,20 +326,6 @@ def test_chunks_are_as_few_and_as_equal_as_can_be(num_rows, capacity):
     assert [plan_of(item) for item in schedule_rows(rows, capacity)] == ["in-chunk"] * len(chunks)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fp32_logits", "expected"),
-    [
-        pytest.param(torch.float32, False, 4, id="float32"),
-        pytest.param(torch.float32, True, 4, id="float32 logits of float32"),
-        pytest.param(torch.float64, True, 8, id="float64 stays"),
-        pytest.param(torch.bfloat16, False, 6, id="bfloat16 with the float32 copy of its gradient on the CPU"),
-        pytest.param(torch.bfloat16, True, 4, id="float32 logits of bfloat16, the gradient over them"),
-    ],
-)
-def test_bytes_of_a_logit_count_all_buffers(dtype, fp32_logits, expected):
-    assert bytes_per_logit(torch.zeros(2, 2, dtype=dtype), fp32_logits) == expected
-
-
 class NewMemory(TorchDispatchMode):
     """The storages [*, columns] that did not exist before."""
 
@@ -394,3 +368,137 @@ def test_few_blocks_move_many_rows(monkeypatch, num_dropped):
     assert logits[:num_dropped, 0].tolist() == sources.tolist()
     # One row alone, then 1, 2, 4, ... rows.
     assert sum(blocks_moved) == num_dropped - 1 and len(blocks_moved) <= math.log2(num_dropped) + 1
+
+
+# Ranks: their collectives, and a fault of one of them
+
+
+def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    """Three quarters on the first rank, nothing of the short ones on the second: more than an equal slice, and empty bins."""
+    first = len(document) * 3 // 4 if len(document) > 8 else len(document)
+    return document[first:] if cp_rank else document[:first]
+
+
+DEALS = {"uneven": uneven, "last rank alone": last_rank_alone}
+
+
+def of_rank(groups, deal: str = "uneven", has_terms: bool = False) -> tuple[HeadBatch, list[int], dict]:
+    """This rank's tokens, with as many rows of junk that tp divides them, and its rows of the weight; their places; options."""
+    case = head_batch([12, 22, 4, 0, 2, 12], seed=21)
+    positions = [DEALS[deal](document, groups.cp.rank(), 2) for document in case.batch.documents]
+    flat = [token for document in positions for token in document]
+    take = flat + [0] * (len(flat) % 2)
+    batch = replace(
+        case.batch.take(positions), **{name: getattr(case.batch, name)[take] for name in ("labels", "old_log_probs", "loss_mask")}
+    )
+    options = every_term(case.batch) if has_terms else {"metrics": "basic"}
+    options |= {name: options[name][take] for name in ("importance_weights", "ref_log_probs") if name in options}
+    return HeadBatch(case.hidden[take], case.weight.chunk(2)[groups.tp.rank()], batch), flat, options
+
+
+def loss_of_rank(groups, kind: str, case: HeadBatch, *, on_policy: bool = False, rows: int = 5, **options):
+    labels, old, *rest = case.batch.arguments()
+    hidden, weight = (leaf.clone().requires_grad_() for leaf in (case.hidden, case.weight))
+    shared = {"temperature": 0.7, "advantages_per": "sample", "max_logits_bytes": budget(case, rows), **CLIP}
+    shared |= {"tp_group": groups.tp, "cp_group": groups.cp}
+    return fused(kind)(hidden, weight, labels, None if on_policy else old, *rest, **shared | options)
+
+
+def gspo_by_tokens(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high, mean_log_ratio):
+    ratio = (mean_log_ratio + log_probs - log_probs.detach()).exp()
+    value = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages)
+    return LossValue(value, is_clipped=value != -ratio * advantages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_terms", "deal", "options"),
+    [
+        ("gspo", False, "uneven", {"sequence_parallel": True}),
+        ("gspo", True, "uneven", {}),
+        ("grpo", False, "uneven", {"sequence_parallel": True}),
+        ("grpo", True, "last rank alone", {}),
+        ("gspo", True, "uneven", {"on_policy": True, "sequence_parallel": True}),
+        ("gspo", False, "uneven", {"rows": 1000, "sequence_parallel": True}),
+        ("gspo", True, "last rank alone", {}),
+        ("gspo by tokens", False, "uneven", {}),
+        ("gspo by tokens", True, "uneven", {"sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_collectives_are_those_that_are_promised(kind, has_terms, deal, options):
+    """FB-27: tp one all-gather [rows, 3 or 4] a chunk and one reduction of dX; cp one all-reduce of [N, k], and one a bin, in the
+    same number on every rank, or the simulation raises; nothing in backward."""
+    # Its tokens have coefficients of their own, of their documents' means.
+    register_policy_loss("gspo by tokens", needs=("mean_log_ratio",), clip_ratios=(3e-4, 4e-4))(gspo_by_tokens)
+    is_parallel = options.get("sequence_parallel", False)
+
+    def calls_of(groups) -> list[list[tuple]]:
+        case, _, terms = of_rank(groups, deal, has_terms)
+        if is_parallel:
+            case = replace(case, hidden=case.hidden.chunk(2)[groups.tp.rank()])
+        output = loss_of_rank(groups, kind, case, **terms, **options)
+        found = [[call for call in group.calls if call[1] != (MESSAGE_BYTES,)] for group in (groups.tp, groups.cp)]
+        num_calls = len(groups.tp.calls), len(groups.cp.calls)
+        (output.loss * 3.0).backward()
+        assert (len(groups.tp.calls), len(groups.cp.calls)) == num_calls, "forward alone"
+        return found
+
+    ranks = on_simulated_ranks(calls_of, groups_of_ranks(tp=2, cp=2))
+    for over_tp, _ in ranks:
+        gathers = [shape for name, shape in over_tp if name == "all_gather" and shape[1] == (4 if has_terms else 3)]
+        assert all(shape[0] <= options.get("rows", 5) for shape in gathers)
+        names = [name for name, _ in over_tp]
+        assert names.count("reduce_scatter") == is_parallel
+        assert names.count("all_reduce") <= (0 if is_parallel else len(gathers))
+    is_free, over_cp = kind == "grpo", [shape for _, shape in ranks[0][1]]
+    reductions = over_cp if is_free else over_cp[1:]  # sizes first
+    assert {shape[0] for shape in reductions} == {6}
+    of_results = [shape for shape in reductions if len(shape) == 1]  # after the means
+    of_bins = [shape for shape in reductions if len(shape) == 2]
+    assert len(of_results) == (len(of_bins) if kind == "gspo by tokens" else 0)
+    assert len(of_bins) == 1 if is_free else len(of_bins) == 2 if "rows" in options else len(of_bins) > 2
+
+
+NAN_HIDDEN, INFINITE_OLD, VARIED = "NaN hidden", "infinite old log-probability", "advantages that vary"
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "has_terms", "on_policy"),
+    [
+        pytest.param(NAN_HIDDEN, "gspo", False, False, id="in-chunk and scale-last"),
+        pytest.param(NAN_HIDDEN, "gspo", True, False, id="two-pass"),
+        pytest.param(NAN_HIDDEN, "grpo", False, False, id="row-by-row"),
+        pytest.param(NAN_HIDDEN, "gspo", False, True, id="on-policy"),
+        (INFINITE_OLD, "gspo", False, False),
+        (VARIED, "gspo", False, False),
+        (VARIED, "gspo", False, True),
+    ],
+)
+def test_bad_data_on_one_rank_stops_all_of_them(fault, kind, has_terms, on_policy):
+    """The last cp rank alone has it, in one of several bins: all tp and cp ranks raise after the same all-reduce."""
+
+    def told(groups, has_fault: bool) -> str:
+        case, flat, options = of_rank(groups, has_terms=has_terms)
+        token = next(row for row in range(len(flat)) if flat[row] >= 20 and case.batch.loss_mask[row])  # of document 1
+        spread = case.batch.advantages.repeat_interleave(case.batch.cu_seqlens.diff())
+        if fault == VARIED:
+            spread = torch.cat([spread, spread.new_zeros(len(case.hidden) - len(spread))])
+            case, options["advantages_per"] = replace(case, batch=replace(case.batch, advantages=spread)), "token"
+        at = {NAN_HIDDEN: case.hidden, INFINITE_OLD: case.batch.old_log_probs, VARIED: spread}[fault]
+        if has_fault and groups.cp.rank() == 1:
+            at[token] = {NAN_HIDDEN: math.nan, INFINITE_OLD: math.inf, VARIED: 7.0}[fault]
+        return error_of(partial(loss_of_rank, groups, kind, case, on_policy=on_policy, **options))
+
+    def both(groups) -> tuple[int, str, str]:
+        return groups.cp.rank(), told(groups, True), told(groups, False)
+
+    for cp_rank, message, healthy in on_simulated_ranks(both, groups_of_ranks(tp=2, cp=2)):
+        assert healthy == ""
+        if fault == VARIED:
+            assert message.startswith("DataError: advantages vary inside document 1: ")
+        else:
+            where = (
+                f"in {'log_probs' if fault == NAN_HIDDEN else 'old_log_probs'}" if cp_rank else "on another context-parallel rank"
+            )
+            assert message.startswith("DataError: document 1 of the micro-batch has 1 unmasked tokens")
+            assert where in message

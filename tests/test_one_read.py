@@ -17,6 +17,7 @@ import torch
 from helpers import KERNEL_DEVICE, Batch, clip_for, random_batch, without_needless_clip
 from launches import counted_launches
 from simulated_cuda import simulated_cuda
+from simulated_ranks import groups_of_ranks
 from torch import Tensor
 
 from megatron_rl.declare import get_policy_loss
@@ -44,7 +45,7 @@ import megatron_rl.policy_loss.one_read_triton as one_read
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
 pytestmark = pytest.mark.kernel
-SCALE = 3.0
+SCALE, FACTOR = 3.0, torch.tensor(3.0, device=KERNEL_DEVICE)
 # Lanes, tiles and blocks of both paths: a row of 77 columns has full tiles, a masked one and edges, five documents two blocks.
 SMALL = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
 SMALL_STATISTICS = {"configuration": StatisticsConfiguration(lanes=4, tiles=2, num_warps=1, splits=1)}
@@ -93,8 +94,6 @@ def terms(batch: Batch, *names: str) -> dict:
         "metrics": {"metrics": "with_entropy"},
         "sampler": {"rollout_log_probs": old + 0.3 * torch.sin(9 * old + batch.labels)},
         "tokens": {"correction": CorrectionSettings(kind="tis", high=1.1, level="token")},
-        "samples": {"correction": CorrectionSettings(kind="tis", high=1.1, level="sequence_mean")},
-        "unbiased": {"kl_estimator": "unbiased"},
     }
     return {name: value for key in names for name, value in known[key].items()}
 
@@ -136,8 +135,21 @@ def test_without_old_log_probs_the_ratio_is_exactly_1(backend, loss_scale):
         assert found["policy/clipped_ratio_fraction"] == 0.0 and found["policy/old_logprobs"] == found["policy/new_logprobs"], kind
 
 
-def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
-    """Bit by bit the numbers of the two kernels with the same lanes, but for entropies on a GPU."""
+EVERYTHING = ("importance", "kl", "entropy", "metrics")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "asked", "options"),
+    [
+        pytest.param("grpo", torch.bfloat16, EVERYTHING, {}, id="bf16, everything"),
+        pytest.param("cispo", torch.float16, EVERYTHING, {"inplace": True}, id="fp16, everything, in place"),
+        pytest.param("grpo", torch.float32, ("entropy",), {"loss_scale": FACTOR}, id="the factor as a tensor"),
+    ],
+)
+def test_each_dtype_and_memory_has_the_numbers_of_two_kernels(kind, dtype, asked, options):
+    """Bit by bit with the same lanes, but for entropies on a GPU. Each loss, term and correction: tests/test_generated_steps.py."""
+    batch = make_batch(dtype)
+    options = options | terms(batch, *asked)
     with chosen() as launches:
         found, gradient = run(kind, batch, **options)
     assert "one_read_kernel" in launches and "row_statistics_kernel" not in launches, launches
@@ -149,41 +161,6 @@ def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
     torch.testing.assert_close(gradient, two_kernels, rtol=steps, atol=6 * steps)
     assert_same(found, wanted)
     assert gradient[~batch.loss_mask].eq(0).all() and gradient[:, REAL:].eq(0).all() and gradient.any()
-
-
-EVERYTHING = ("importance", "kl", "entropy", "metrics")
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "asked", "options"),
-    [
-        pytest.param("grpo", torch.bfloat16, EVERYTHING, {}, id="bf16, everything"),
-        pytest.param("cispo", torch.float16, EVERYTHING, {"inplace": True}, id="fp16, everything, in place"),
-        pytest.param("sapo", torch.float32, ("kl", "unbiased", "importance"), {"inplace": True}, id="unbiased KL"),
-        pytest.param("dppo_kl", torch.bfloat16, ("metrics",), {"inplace": True}, id="parameters and the sampler as anchor"),
-        pytest.param("grpo", torch.float32, ("entropy",), {"loss_scale": torch.tensor(SCALE)}, id="the factor as a tensor"),
-        pytest.param("grpo", torch.float32, ("sampler", "tokens", "importance"), {}, id="a correction by tokens"),
-    ],
-)
-def test_each_term_dtype_and_memory_has_the_numbers_of_two_kernels(kind, dtype, asked, options):
-    batch = make_batch(dtype)
-    check_against_two_kernels(kind, batch, **terms(batch, *asked), **moved(options))
-
-
-def test_a_loss_that_needs_entropies_is_left_to_the_two_kernels(own_losses):
-    """One read knows a row's entropy when it has read the row, which is after the loss's derivative was wanted."""
-    batch = make_batch()
-    with chosen() as launches:
-        found, gradient = run("own_heeding", batch)
-    assert "one_read_kernel" not in launches and "row_statistics_kernel" in launches, launches
-    with chosen():
-        wanted, without_scale = run("own_heeding", batch, loss_scale=None)
-    assert_same(found, wanted)
-    assert torch.equal(gradient, without_scale) and gradient.any()
-
-
-def moved(options: dict) -> dict:
-    return {name: value.to(KERNEL_DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
 # A row of 256 logits with the lanes of each shipped program, beside K1's 128: sums of 256 float32 numbers in another order.
@@ -282,10 +259,6 @@ def test_on_a_gpu_another_factor_makes_the_gradient_nan_and_nobody_waits(is_one_
         assert gradient[batch.loss_mask & gradient.ne(0).any(1)].isnan().any(1).all()
 
 
-def two_ranks():
-    return mock.Mock(size=lambda: 2, rank=lambda: 0)
-
-
 # (loss, options, a change of the batch): what one kernel cannot know. The first of each pair of kernels says which path it is.
 @pytest.mark.parametrize(
     ("kind", "asked", "change", "is_one_read"),
@@ -293,11 +266,13 @@ def two_ranks():
         pytest.param("grpo", (), {}, True, id="a loss of tokens"),
         pytest.param("gspo", (), {"old_log_probs": None}, True, id="a sequence loss on-policy"),
         pytest.param("gspo", (), {}, False, id="a sequence loss off-policy"),
+        # A row's entropy is known when it has been read, which is after the loss's derivative was wanted.
+        pytest.param("own_heeding", (), {}, False, id="a loss that needs entropies"),
         pytest.param("grpo", ("sampler", "tokens"), {"old_log_probs": None}, False, id="weights of the policy in training"),
         pytest.param("gspo", ("sampler", "tokens"), {"old_log_probs": None}, False, id="a sequence loss with a correction"),
     ],
 )
-def test_one_kernel_is_chosen_where_the_coefficients_are_known(kind, asked, change, is_one_read):
+def test_one_kernel_is_chosen_where_the_coefficients_are_known(kind, asked, change, is_one_read, own_losses):
     batch = replace(make_batch(), **change)
     with chosen() as launches:
         run(kind, batch, **terms(batch, *asked))
@@ -320,14 +295,15 @@ def test_two_kernels_stay_without_a_gradient_a_factor_room_or_adjacent_columns()
     with chosen(None) as launches:
         policy_loss("grpo", logits, *batch.arguments(), **options)
     assert "one_read_kernel" not in launches
-    inputs, settings = mock.Mock(), mock.Mock(tp_group=two_ranks(), cp_group=SINGLE, correction=None)
+    two_ranks = groups_of_ranks(tp=2)[0].tp
+    inputs, settings = mock.Mock(), mock.Mock(tp_group=two_ranks, cp_group=SINGLE, correction=None)
     with chosen():
         plan = functools.partial(one_read.plan_loss, is_assumed=False)
         assert plan(get_policy_loss("grpo"), logits, inputs, settings) is None
         settings.tp_group = SINGLE
         assert plan(get_policy_loss("grpo"), logits, inputs, settings) == SMALL
         # Another reduction over cp would meet a rank that does not make it.
-        settings.cp_group, inputs.old_log_probs = two_ranks(), None
+        settings.cp_group, inputs.old_log_probs = two_ranks, None
         assert plan(get_policy_loss("gspo"), logits, inputs, settings) is None
         settings.cp_group = SINGLE
         assert plan(get_policy_loss("gspo"), logits, inputs, settings) == SMALL
