@@ -106,6 +106,7 @@ JUDGES = {
     "losses/kl": "contracts corrections generated_steps",
     "losses/corrections.py": "corrections contracts own generated_steps",
     "declare.py": "declare contracts own",
+    "ops/support.py": "support sparse_head generated_steps",
     "ops/support_triton.py": "sparse_head",
     "ops/rows_triton.py": "one_read row_kernels generated_steps",
     "ops/loss_triton.py": "losses contracts",
