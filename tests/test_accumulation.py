@@ -1,12 +1,16 @@
-"""Steps by number of documents: what is in them on each rank, what travels, how they end, fail and go on after a stop."""
+"""Steps by number of documents: what is in them on each rank, what travels, how they end, fail and go on after a stop.
+
+Then `--docs-per-step` in the training command: no layout, restart or rank without documents changes a step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch.distributed as dist
+import trainer_cases as shared
 from helpers import counted_collectives, error_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +19,13 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.train.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator
-from megatron_rl.train.rollouts import cut_at_rollouts
+from megatron_rl.train.collection import with_ref_log_probs
+from megatron_rl.train.document_steps import DocumentSteps, stream_of_rank
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.replay import ReplayedRollouts
+from megatron_rl.train.rollouts import RolloutBatch, cut_at_rollouts
+
+pytestmark = pytest.mark.megatron
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ def resumed_on_rank(rank, streams, settings, num_steps):
 
 
 pool = pool_of(3, use_megatron=False)
+trainers = pool_of(4)
 
 
 def sizes_of(answer) -> list[tuple[int, bool, list[int]]]:
@@ -136,28 +147,6 @@ def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(
     assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
 
 
-@settings(max_examples=15)
-@given(
-    sizes=st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3),
-    target=st.integers(1, 12),
-)
-def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_be(pool, sizes, target):
-    """FB-89, over random partitions on three ranks. A step without its last micro-batches would not have reached the target."""
-    streams = streams_of(sizes)
-    case = (streams, {"docs_per_step": target})
-    answers = [answer[0] for answer in pool.run(steps_on_rank, [case])]
-    for rank, steps in enumerate(answers):
-        handed_out = [index for _, _, parts in steps for part in parts for index in part]
-        assert handed_out == [document.index for part in streams[rank] for document in part]
-    for of_ranks in zip(*answers, strict=True):
-        assert len({(documents, is_full, len(parts)) for documents, is_full, parts in of_ranks}) == 1
-        documents, is_full, _ = of_ranks[0]
-        by_round = [sum(len(part) for part in parts) for parts in zip(*(parts for _, _, parts in of_ranks), strict=True)]
-        assert documents == sum(by_round) and is_full == (documents >= target)
-        assert all(by_round) and sum(by_round[:-1]) < target
-    assert all(is_full for _, is_full, _ in answers[0][:-1])
-
-
 def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(pool):
     """Steps of 2, 2 and 1 micro-batches. Making compares the settings once."""
     case = (streams_of([[1] * 5, [1] * 5]), {"docs_per_step": 4})
@@ -189,10 +178,11 @@ def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool):
         assert sizes_of(of_second) == [(12, True, [3, 3, 2]), (8, True, [4])]
 
 
-@settings(max_examples=15)
-@given(data=st.data(), size=st.integers(1, 4), target=st.integers(1, 10), by_id=st.booleans())
-def test_groups_are_whole_in_every_step_and_nothing_is_lost(pool, data, size, target, by_id):
-    """Random cuts of whole groups into micro-batches, empty ones among them, on three ranks."""
+@settings(max_examples=30)
+@given(data=st.data(), size=st.integers(1, 4), target=st.integers(1, 12), kind=st.sampled_from(["documents", "by id", "by count"]))
+def test_nothing_is_lost_no_group_is_cut_and_no_step_is_longer_than_it_must_be(pool, data, size, target, kind):
+    """FB-89, over random cuts of whole groups into micro-batches, empty ones among them, on three ranks. Without its last
+    micro-batches a step that may cut groups would not have reached the target."""
     sizes = []
     for _ in range(3):
         left, row = size * data.draw(st.integers(0, 5)), []
@@ -201,13 +191,19 @@ def test_groups_are_whole_in_every_step_and_nothing_is_lost(pool, data, size, ta
             left -= row[-1]
         sizes.append(row)
     streams = streams_of(sizes, group=size)
-    extra = {} if by_id else {"samples_per_prompt": size}
-    answers = pool.run(steps_on_rank, [(streams, {"docs_per_step": target, **WHOLE, **extra})])
-    for rank, [steps] in enumerate(answers):
+    extra = {"documents": {}, "by id": WHOLE, "by count": {**WHOLE, "samples_per_prompt": size}}[kind]
+    answers = [answer[0] for answer in pool.run(steps_on_rank, [(streams, {"docs_per_step": target, **extra})])]
+    for rank, steps in enumerate(answers):
         seen = [[index for part in parts for index in part] for _, _, parts in steps]
         assert sum(seen, []) == [document.index for part in streams[rank] for document in part]
-        assert all(len(indices) % size == 0 for indices in seen)
-        assert len(steps) == len(answers[0][0])
+        assert kind == "documents" or all(len(indices) % size == 0 for indices in seen)
+    for of_ranks in zip(*answers, strict=True):
+        assert len({(documents, is_full, len(parts)) for documents, is_full, parts in of_ranks}) == 1
+        documents, is_full, _ = of_ranks[0]
+        by_round = [sum(len(part) for part in parts) for parts in zip(*(parts for _, _, parts in of_ranks), strict=True)]
+        assert documents == sum(by_round) and is_full == (documents >= target) and all(by_round)
+        assert kind != "documents" or sum(by_round[:-1]) < target
+    assert all(is_full for _, is_full, _ in answers[0][:-1])
 
 
 def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_cut():
@@ -235,9 +231,6 @@ def test_micro_batches_are_cut_between_rollouts():
         4: [[0, 2, 3, 1], [4, 5]],
         6: [[0, 2, 3, 1, 4, 5]],
     }
-    pairs = [Document(index, rollout_id=rollout) for index, rollout in enumerate("AABB")]
-    assert cut_at_rollouts(pairs, 3) == [pairs[:2], pairs[2:]]
-    assert cut_at_rollouts(rows[4:], 1) == [[rows[4]], [rows[5]]] and cut_at_rollouts([], 3) == []
 
 
 @pytest.mark.parametrize(
@@ -317,3 +310,176 @@ def test_a_state_that_does_not_fit_is_refused():
         accumulate([], target, state={"positions": [2, 2]})
     with pytest.raises(DataError, match="ended 1 micro-batches before where the run stopped: another stream"):
         next(accumulate(stream_of([1, 1]), target, state={"positions": [3]}))
+
+
+# In the training command
+
+VOCABULARY = 9  # of --task repeat
+GROUP = 4
+slow = pytest.mark.slow
+CONFIG = PolicyLossConfig(
+    policy_loss="grpo",
+    loss_aggregation="token_mean",
+    samples_per_prompt=GROUP,
+    docs_per_step=8,
+    policy_metrics="with_entropy",
+    watchdog="off",
+)
+
+
+def run_on_rank(rank, output_dir, config, options, resume=False):
+    return shared.run_loop(output_dir, config, options, resume=resume)[0].progress
+
+
+def refused_on_rank(rank, *given):
+    return error_of(lambda: run_on_rank(rank, *given))
+
+
+@slow
+def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks(trainers, tmp_path):
+    """Two ranks, steps of two prompts, of which one has no signal from the third step on."""
+    batches = [shared.make_batch(index, [[40 if index < 2 else 4] * GROUP, [20] * GROUP]) for index in range(4)]
+    for index in (2, 3):
+        samples = [replace(sample, advantage=sample.advantage * (sample.prompt_id != "p1")) for sample in batches[index].samples]
+        batches[index] = replace(batches[index], samples=samples)
+    shared.write_file(tmp_path / "r.jsonl", batches)
+    options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
+    trainers.run(run_on_rank, tmp_path / "out", CONFIG, options, world_size=2)
+    rows = shared.metrics_of(tmp_path / "out")
+    assert [row["rollout/response_length"] for row in rows] == [30.0] * 2 + [12.0] * 2
+    assert [row["rollout/groups_without_signal"] for row in rows] == [0.0] * 2 + [0.5] * 2
+
+
+@slow
+def test_masked_rollouts_are_divided_by(trainers, tmp_path):
+    """FB-55: twenty masked documents. Steps of 24 count them with twelve others."""
+    batches = shared.ragged_batches()[:4]
+    batches[1] = shared.masked(batches[1])
+    options = {"rollouts": str(shared.write_file(tmp_path / "r.jsonl", batches)), "micro_batch_size": 2}
+    trainers.run(run_on_rank, tmp_path / "out", replace(CONFIG, docs_per_step=24), options, world_size=2)
+    rows = shared.metrics_of(tmp_path / "out")
+    for name in ("num_documents", "policy/num_documents"):
+        assert [row[name] for row in rows] == [24, 24, 4]
+    assert rows[0]["num_tokens"] == sum(int(sample.loss_mask.sum()) for sample in batches[0].samples)
+
+
+def trained_on_rank(rank, path, config):
+    """Trains on a file; (of each step: this rank's documents, sizes of micro-batches, metrics), weights, the data-parallel rank."""
+    trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
+    options = TrainOptions(micro_batch_size=1, rollouts=path)
+    found = []
+    documents = DocumentSteps(trainer, options, config)
+    for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
+        metrics = trainer.step(measured(trainer, step.microbatches))
+        found.append((step.samples, [len(part) for part in step.microbatches], metrics))
+    return found, shared.weights_of(trainer), trainer.groups.dp.rank()
+
+
+def numbered(rows: list[dict]) -> list[dict]:
+    return [{"step": number, **row} for number, row in enumerate(rows)]
+
+
+def whole_steps_on_rank(rank, steps, config):
+    """Trains on steps of documents, each as one micro-batch."""
+    trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
+    return [trainer.step(measured(trainer, [samples])) for samples in steps], shared.weights_of(trainer)
+
+
+def measured(trainer, microbatches):
+    return with_ref_log_probs(trainer, microbatches) if trainer.config.kl_coefficient else microbatches
+
+
+UNEVEN = [[[4, 4, 1, 3]], [[1, 1]], [[2, 2, 3]], [[1]], [[4, 4, 4, 4]], [[1]], [[3, 3]]]
+
+
+@slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"entropy_coefficient": 0.1, "loss_aggregation": "prompt_mean"}, id="prompt_mean, entropy term"),
+        pytest.param({"kl_coefficient": 0.1, "fused_lm_head_loss": True}, id="sample_mean, KL term, fused head"),
+    ],
+)
+def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(trainers, tmp_path, settings):
+    """FB-89, FB-25: prompts of 1 to 4 samples go to two data-parallel ranks in turn; one has 12 documents, the other one 5. Each
+    step, dry rank and all, is what one process makes of the same documents in one micro-batch. Over two pipeline stages: the
+    counts of each are added over its own data-parallel ranks."""
+    path = shared.write_file(tmp_path / "r.jsonl", [shared.make_batch(index, sizes) for index, sizes in enumerate(UNEVEN)])
+    config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, **settings)
+    answers = trainers.run(trained_on_rank, str(path), config, world_size=4, **{shared.PP: 2})
+    (first, *_), (second, *_), *of_last_stage = answers
+    for (found, *_), steps in zip(of_last_stage, (first, second), strict=True):
+        for (samples, *others), (expected, *of_first) in zip(found, steps, strict=True):
+            assert others == of_first and [place_of(sample) for sample in samples] == [place_of(sample) for sample in expected]
+    assert [sizes for _, sizes, _ in first] != [sizes for _, sizes, _ in second]
+    for (_, sizes, metrics), (_, other_sizes, other_metrics) in zip(first, second, strict=True):
+        assert len(sizes) == len(other_sizes) and metrics == other_metrics
+    assert second[-1][1] == [0] * len(second[-1][1]), "the last step is one rank's alone"
+    together = [mine + others for (mine, _, _), (others, _, _) in zip(first, second, strict=True)]
+    assert sum(map(len, together)) == 17 and len({place_of(sample) for samples in together for sample in samples}) == 17
+    [(metrics, truth)] = trainers.run(whole_steps_on_rank, together, config, world_size=1)
+    # Rounding of float32 in other orders, through four steps of Adam.
+    assert shared.relative_difference(shared.whole([weights for _, weights, _ in answers]), shared.whole([truth])) < 1e-5
+    assert shared.unlike_metrics(numbered([row[2] for row in first]), numbered(metrics)) == []
+
+
+@slow
+def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(trainers, tmp_path):
+    """The first step of a rollout is on-policy and the next ones are not. A last step holds what is left: 12 and 4 of 16."""
+    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=9)
+    [progress] = trainers.run(run_on_rank, tmp_path, config, {"num_rollouts": 2, "micro_batch_size": 4}, world_size=1)
+    rows = shared.metrics_of(tmp_path)
+    assert progress.samples_seen == 32
+    assert [row["num_documents"] for row in rows] == [12, 4] * 2 and [row["rollout"] for row in rows] == [0, 0, 1, 1]
+    assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32]
+    assert all(row["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for row in rows[::2])
+    assert all(abs(row["policy/ratio_new_old"] - 1.0) > 1e-4 for row in rows[1::2])
+
+
+@slow
+def test_a_static_run_goes_on_with_documents_where_it_stopped(trainers, tmp_path):
+    """A checkpoint between rollouts has no place in the file but their number: what follows is the rest, once."""
+    static, ragged = replace(CONFIG, docs_per_step=None), shared.write_file(tmp_path / "r.jsonl", shared.ragged_batches())
+    options = {"rollouts": str(ragged), "num_rollouts": 2, "steps_per_rollout": 1}
+    trainers.run(run_on_rank, tmp_path, static, options, world_size=1)
+    options = {"rollouts": str(ragged), "micro_batch_size": 2}
+    progress = trainers.run(run_on_rank, tmp_path, CONFIG, options, True, world_size=2)
+    assert progress[0] == progress[1]
+    assert (progress[0].samples_seen, progress[0].num_rollouts) == (76, 6)
+    assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
+    [error] = trainers.run(refused_on_rank, tmp_path, CONFIG, options, True, world_size=1)
+    dealt = "in a file that was dealt to 2 data-parallel ranks in micro-batches of 2, and this run has 1 and 2"
+    assert f"ConfigError: the checkpoint is {dealt}: resume with the former" in error
+
+
+def place_of(sample) -> tuple[int, int]:
+    return sample.rollout_index, sample.index
+
+
+def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
+    return [shared.make_batch(index, [[1] * size for size in sizes]) for index, sizes in enumerate(sizes_of_rollouts)]
+
+
+def test_prompt_groups_stay_whole_and_their_names_apart():
+    """One prompt asked in two rollouts is two groups. A micro-batch of unset size is a group; no rollout's end cuts one."""
+    deal = {"dp_size": 2, "micro_batch_size": 3}
+    first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), rank, **deal)) for rank in (0, 1))
+    assert [[place_of(sample) for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert [[place_of(sample) for sample in part] for part in second] == [[(0, 2), (0, 3)]]
+    assert [sample.prompt_id for part in first for sample in part] == ["0/p0", "0/p0", "1/p0", "1/p0"]
+    stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), 0, dp_size=1, micro_batch_size=None)
+    assert [len(part) for part in stream] == [2, 3, 1, 2, 4]
+
+
+ROLLOUTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=5)
+DEALS = st.fixed_dictionaries({"dp_size": st.integers(1, 4), "micro_batch_size": st.none() | st.integers(1, 5)})
+
+
+@given(sizes=ROLLOUTS, deal=DEALS)
+def test_the_streams_of_all_ranks_have_every_document_once_and_each_prompt_group_on_one_rank(sizes, deal):
+    batches = numbered_batches(sizes)
+    streams = [[s for part in stream_of_rank(batches, rank, **deal) for s in part] for rank in range(deal["dp_size"])]
+    everything = sorted((index, number) for index, batch in enumerate(batches) for number in range(len(batch.samples)))
+    assert sorted(place_of(sample) for stream in streams for sample in stream) == everything
+    groups = [{sample.prompt_id for sample in stream} for stream in streams]
+    assert len(set().union(*groups)) == sum(map(len, groups))

@@ -78,7 +78,7 @@ EFFECTS = {
     ),
     "--fp32-lm-head": Effect(None, True, ALL, "gradient", is_bf16=True),
     "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_carrier.py
-    "--docs-per-step": Effect("64", 64, ("train",), ""),  # tests/test_train_docs_per_step.py
+    "--docs-per-step": Effect("64", 64, ("train",), ""),  # tests/test_accumulation.py
     "--empty-step": Effect("skip", "skip", ("train",), ""),  # tests/test_train_loop.py
     "--router-aux-loss": Effect("exact", "exact", ("megatron_lm", "train"), "gradient", has_experts=True),
     "--gradient-divisor": Effect("num_samples", "num_samples", ("megatron_lm", "train"), "gradient"),
