@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from markdown_pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts, record_of, save_rollouts
 from megatron_rl.train.rollouts import (
     RolloutBatch,
@@ -278,6 +282,14 @@ def test_a_line_that_a_killed_run_left_unfinished_is_no_rollout(tmp_path):
     cut_rollouts(path, 2)
     save_rollouts(path, batches[2])
     assert records(load_rollouts(path)) == records(batches[:3])
+
+
+def test_a_file_that_starts_elsewhere_is_refused(tmp_path):
+    """A run that is resumed with the file of another would train on rollouts twice, or on none of the first ones."""
+    save_rollouts(tmp_path / "r.jsonl", make_batch(["a"], rollout_index=1))
+    trainer = SimpleNamespace(settings=SimpleNamespace(vocab_size=9), groups=SimpleNamespace(dp=SINGLE))
+    with pytest.raises(DataError, match=r"r\.jsonl holds rollout 1 where rollout 0 is due: it was cut or edited"):
+        ReplayedRollouts(TrainOptions(rollouts=str(tmp_path / "r.jsonl")), trainer).get(0)
 
 
 # Rollouts of several samples: A is 3 rows of reward 1, B and C are one each of reward 0, of prompt p; D is one of prompt q.

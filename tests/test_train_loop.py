@@ -3,24 +3,22 @@ learns."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import math
-import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import error_of, pool_of
 from trainer_cases import (
     CP,
     PP,
-    TIMING_METRICS,
+    RAGGED,
     TP,
-    lively,
     make_batch,
     masked,
     metrics_of,
@@ -33,15 +31,9 @@ from trainer_cases import (
     write_file,
 )
 
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics
-from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import all_gather_objects
-from megatron_rl.layout.groups import SINGLE
-from megatron_rl.metrics.further import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
-from megatron_rl.train.loop import SKIPPED_STEPS
 from megatron_rl.train.options import PRESETS, TrainOptions
-from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import load_rollouts, record_of, save_rollouts
 from megatron_rl.train.rollouts import partition
 from megatron_rl.train.tasks import make_task
@@ -64,19 +56,17 @@ pool = pool_of(4)
 
 
 def run_on_rank(rank, output_dir, config, options, settings=None):
-    """(progress, final weights, what the loop and the watchdog have said) of a run."""
+    """(outcome, final weights, what the loop and the watchdog have said) of a run."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
-    loggers = [logging.getLogger(f"megatron_rl.train.{name}") for name in ("loop", "watchdog")]
-    for logger in loggers:
-        logger.addHandler(handler)
+    logger = logging.getLogger("megatron_rl.train")
+    logger.addHandler(handler)
     try:
         outcome, weights = run_loop(output_dir, config, options, settings=settings)
     finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-    return outcome.progress, weights, lines
+        logger.removeHandler(handler)
+    return outcome, weights, lines
 
 
 def error_on_rank(rank, output_dir, config, options):
@@ -161,7 +151,7 @@ def of_one_rank(pool, files, tmp_path_factory):
         if name not in known:
             directory = tmp_path_factory.mktemp("one")
             [found] = pool.run(run_on_rank, directory, KINDS[name].config, options_of(name, files), world_size=1)
-            known[name] = *found, metrics_of(directory)
+            known[name] = found[0].progress, *found[1:], metrics_of(directory)
         return known[name]
 
     return of
@@ -185,7 +175,7 @@ def test_every_kind_of_run_trains_the_same_on_one_rank_and_on_a_layout(
     options = options_of(name, files) | {key: value for key, value in changes.items() if key not in FUSED}
     answers = pool.run(run_on_rank, tmp_path, config, options, world_size=world_size, **layout)
     assert unlike_metrics(metrics_of(tmp_path), rows) == []
-    assert all(found == progress for found, *_ in answers)
+    assert all(outcome.progress == progress for outcome, *_ in answers)
     found = whole([of_rank for _, of_rank, _ in answers], 9)
     assert relative_difference(found, whole([weights], 9)) < WEIGHTS_TOLERANCE
 
@@ -203,7 +193,7 @@ def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path, config, sett
     experts take part when the others measure old log-probabilities for a second step. They have no sets of ids."""
     config = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=2, kl_coefficient=0.1, entropy_coefficient=0.1, **config)
     options = {"num_rollouts": 2, "prompts_per_rollout": 2, "steps_per_rollout": 2, **options}
-    progress = [found for found, *_ in pool.run(run_on_rank, tmp_path, config, options, settings, **layout)]
+    progress = [outcome.progress for outcome, *_ in pool.run(run_on_rank, tmp_path, config, options, settings, **layout)]
     assert all(found == progress[0] for found in progress)
     assert (progress[0].samples_seen, progress[0].num_steps) == (8, 4)
 
@@ -225,6 +215,18 @@ def test_the_rows_of_a_run_count_what_was_trained_on_and_how_far_behind_it_was(r
     assert all((row["num_samples"], row["num_prompts"], row["num_tokens"]) == (8, 2, 32) for row in rows)
 
 
+def test_steps_of_documents_go_on_from_rollout_to_rollout_and_end_with_a_prompt_group(of_one_rank):
+    """FB-88: steps of 7 hold 8 documents of ragged lengths, the last one what is left."""
+    *_, rows = of_one_rank("documents of a file")
+    assert [row["num_documents"] for row in rows] == [8] * 9 + [4] and len({row["num_tokens"] for row in rows}) > 3
+    assert rows[-1]["documents_seen"] == 76 and rows[-1]["prompts_seen"] == 19
+    assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
+    assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
+    first_step = sum(sum(group) for group in RAGGED[0][:2])
+    assert rows[0]["rollout/reward"] == pytest.approx(first_step / 4 / 8)
+    assert rows[0]["rollout/response_length"] == pytest.approx(first_step / 8)
+
+
 @pytest.mark.parametrize("name", ["own prompts, terms", "kept ids, terms"])
 def test_the_terms_reach_the_loss_and_the_kl_term_starts_at_0(of_one_rank, name):
     """policy + 0.2 KL - 0.05 entropy. The reference is the initial policy; over other ids than the policy's it would differ from it
@@ -237,27 +239,6 @@ def test_the_terms_reach_the_loss_and_the_kl_term_starts_at_0(of_one_rank, name)
     assert rows[0]["loss/kl"] == pytest.approx(0.0, abs=1e-8) and all(row["loss/kl"] > 1e-4 for row in rows[1:])
 
 
-def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
-    """Catches a metric without its formula, and a row of the page that nothing writes any more."""
-    page = (ROOT / "docs" / "metrics.md").read_text().partition("## A healthy run")[0]
-    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
-    rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, *SUPPORT_METRICS)
-    optional = {f"policy/{row.name}" for row in rows if row.is_reported} | {f"policy/{CORRECTION_SAMPLE_SIZE}"}
-    optional |= {
-        "loss/kl",
-        "loss/entropy",
-        "eval/reward",
-        "eval/response_length",
-        *TIMING_METRICS,
-        SKIPPED_STEPS,
-        *("num_rollouts", "rollout/rows"),  # where samples have a rollout_id
-        "policy/mtp_loss",
-    }
-    assert len(defined) == len(set(defined))
-    assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
-
-
 def metrics_on_rank(rank):
     trainer = tiny_trainer(replace(GSPO, policy_loss="grpo"), vocab_size=9)
     rollout = SampledRollouts(trainer, make_task("repeat"), TrainOptions(prompts_per_rollout=3, steps_per_rollout=1), 4).get(5)
@@ -265,20 +246,18 @@ def metrics_on_rank(rank):
     parts = [[own[header.index] for header in part] for part in partition(rollout.headers, trainer.groups.dp.rank(), 2)]
     measured = with_old_log_probs(trainer, parts)
     assert all(len(sample.old_log_probs) == sample.response_length for part in measured for sample in part)
-    return trainer.step(measured), rollout.headers, record_of(rollout.own), all_gather_objects([rank] * rank)
+    return trainer.step(measured), rollout.headers, record_of(rollout.own)
 
 
 def test_headers_and_metrics_are_equal_on_all_ranks_and_samples_on_those_of_a_data_parallel_rank(pool):
-    """FB-44, FB-51: a rank with other rewards would compute other advantages. Objects of all ranks come in rank order."""
+    """FB-44, FB-51: a rank with other rewards would compute other advantages."""
     answers = pool.run(metrics_on_rank, world_size=4, **{PP: 2})
-    (metrics, headers, first, objects), (_, _, second, _) = answers[:2]
+    (metrics, headers, first), (*_, second) = answers[:2]
     asked = [make_task("repeat").make_prompt(3 * 5 + number, 0).prompt_id for number in range(3)]
-    assert (
-        list(dict.fromkeys(header.prompt_id for header in headers)) == asked
-        and [header.dp_rank for header in headers] == [0, 1] * 6
-    )
-    assert all(math.isfinite(value) for value in metrics.values()) and objects == [[], [1], [2, 2], [3, 3, 3]]
-    assert answers == [(metrics, headers, own, objects) for own in (first, second, first, second)]
+    assert list(dict.fromkeys(header.prompt_id for header in headers)) == asked
+    assert [header.dp_rank for header in headers] == [0, 1] * 6
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert answers == [(metrics, headers, own) for own in (first, second, first, second)]
     for dp_rank, own in enumerate((first, second)):
         assert own["rollout_index"] == 5
         found = [(sample["index"], sample["reward"], sample["advantage"], sample["response_length"]) for sample in own["samples"]]
@@ -312,40 +291,12 @@ def test_a_file_of_several_data_parallel_ranks_is_that_of_one_rank(pool, recorde
             assert mine == of_one
 
 
-def test_a_rollout_file_that_starts_elsewhere_is_refused(recorded, tmp_path):
-    """A run that is resumed with the file of another would train on rollouts twice, or on none of the first ones."""
-    (tmp_path / "r.jsonl").write_text("".join(recorded[0].read_text().splitlines(keepends=True)[1:]))
-    trainer = SimpleNamespace(settings=SimpleNamespace(vocab_size=9), groups=SimpleNamespace(dp=SINGLE))
-    with pytest.raises(DataError, match=r"r\.jsonl holds rollout 1 where rollout 0 is due: it was cut or edited"):
-        ReplayedRollouts(TrainOptions(rollouts=str(tmp_path / "r.jsonl")), trainer).get(0)
-
-
 # Kept ids
 
 
-def ratios_on_rank(rank):
-    """Of the unmasked tokens of a rollout: probability by the trainer over the sampler's, with and without the sets; the mass."""
-    trainer = lively(tiny_trainer(GRPO, vocab_size=9), 4.0)
-    samples = SampledRollouts(trainer, make_task("repeat"), TrainOptions(prompts_per_rollout=16, **TOP_P), 4).get(0).own.samples
-    found = []
-    for of_trainer in (samples, [replace(sample, kept_ids=None) for sample in samples]):
-        scores = torch.cat(trainer.log_probs([of_trainer])[0])
-        found.append((scores - torch.cat([sample.rollout_log_probs for sample in samples])).exp())
-    return *found, torch.cat([sample.kept_mass for sample in samples])
-
-
-def test_without_the_sets_each_ratio_is_the_kept_mass(pool):
-    """Why they are replayed: the policy is the one that sampled, and its mean ratio would be below 1 by a fifth and more."""
-    [(with_sets, without, mass)] = pool.run(ratios_on_rank, world_size=1)
-    assert with_sets == pytest.approx(torch.ones_like(with_sets), abs=SAME)
-    assert without == pytest.approx(mass, abs=SAME)
-    assert float(mass.mean()) < 0.9
-
-
-def test_kept_ids_go_through_the_file_and_a_run_says_where_they_are_missing_or_refused(pool, tmp_path):
-    """Each step's scores are the sampler's own. A replay is the recorded run to the bit, and its watchdog is silent; that of a file
-    without the sets names their mass."""
-    path, bare = tmp_path / "r.jsonl", tmp_path / "bare.jsonl"
+def test_kept_ids_go_through_the_file_and_a_run_says_where_they_are_refused(pool, tmp_path):
+    """Each step's scores are the sampler's own. A replay is the recorded run to the bit, and its watchdog is silent."""
+    path = tmp_path / "r.jsonl"
     recording = {"num_rollouts": 2, "save_rollouts": str(path), **TOP_P}
     [(_, weights, _)] = pool.run(run_on_rank, tmp_path / "run", GSPO, recording, world_size=1)
     rows = metrics_of(tmp_path / "run")
@@ -357,13 +308,6 @@ def test_kept_ids_go_through_the_file_and_a_run_says_where_they_are_missing_or_r
     [(_, replayed, _)] = pool.run(run_on_rank, tmp_path / "replayed", GSPO, {"rollouts": str(path)}, world_size=1)
     assert metrics_of(tmp_path / "replayed") == rows
     assert all(torch.equal(replayed[name][2], value[2]) for name, value in weights.items())
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for sample in (sample for line in lines for sample in line["samples"]):
-        sample.update(kept_ids=None, kept_mass=None, old_log_probs=None)
-    bare.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    warns = replace(GRPO, watchdog="warn")
-    [(*_, [line, *_])] = pool.run(run_on_rank, tmp_path / "bare", warns, {"rollouts": str(bare)}, world_size=1)
-    assert line.startswith("rollout_log_probs are 0.") and "reports log-probabilities among the tokens that it kept" in line
     refusing = replace(GSPO, sampling_support="refuse")
     [message] = pool.run(error_on_rank, tmp_path / "refused", refusing, {"rollouts": str(path)}, world_size=1)
     assert message.startswith("DataError: ") and "rollout 0: kept_ids with --sampling-support refuse: its sampler kept" in message
@@ -372,35 +316,28 @@ def test_kept_ids_go_through_the_file_and_a_run_says_where_they_are_missing_or_r
 # Corrections
 
 
-def test_the_gap_of_two_engines_is_seen_corrected_and_refused_where_nobody_measured_it(pool, tmp_path):
-    """FB-120: rollouts that a bfloat16 engine has sampled and measured. Rounding moves a log-probability by 1e-3 to 1e-1. Under tis
-    no token is dropped; a mask with bounds that about half of the tokens leave drops them, and they are counted. What the trainer
-    would measure in the place of a missing measurement is itself, and off-policy samples would never be found."""
-    grpo, once = PolicyLossConfig(samples_per_prompt=4, watchdog="off"), {"num_rollouts": 1, "steps_per_rollout": 1}
-    own, measured, plain = (tmp_path / f"{name}.jsonl" for name in ("own", "measured", "plain"))
-    pool.run(run_on_rank, tmp_path / "bf16", grpo, {**once, "save_rollouts": str(own)}, {"bf16": True}, world_size=1)
-    batch = next(load_rollouts(own))
-    samples = [replace(s, old_log_probs=None, rollout_log_probs=s.old_log_probs) for s in batch.samples]
-    save_rollouts(measured, replace(batch, samples=samples))
-    save_rollouts(plain, replace(batch, samples=[replace(s, rollout_log_probs=None) for s in samples]))
+@pytest.fixture(scope="module")
+def sampled(recorded, tmp_path_factory):
+    """Rollouts of another engine: its log-probabilities lie up to 0.2 beside the trainer's, which are not recorded."""
+    path = tmp_path_factory.mktemp("sampled") / "measured.jsonl"
+    for batch in load_rollouts(recorded[0]):
+        samples = []
+        for sample in batch.samples:
+            gap = 0.2 * torch.sin(torch.arange(sample.response_length) + sample.index)
+            samples.append(replace(sample, old_log_probs=None, rollout_log_probs=sample.old_log_probs + gap))
+        save_rollouts(path, replace(batch, samples=samples))
+    return path
 
-    def row_of(name, **settings):
-        pool.run(run_on_rank, tmp_path / name, replace(grpo, **settings), {**once, "rollouts": str(measured)}, world_size=1)
-        return metrics_of(tmp_path / name)[0]
 
-    unchanged, corrected = row_of("unchanged"), row_of("tis", importance_correction="tis")
-    assert unchanged["policy/train_rollout_logprob_abs_diff"] > 1e-4 and "policy/correction_weight" not in unchanged
-    assert corrected["policy/correction_kept_tokens"] == 1.0
-    assert 1e-5 < abs(corrected["policy/correction_weight"] - 1) < 0.1
-    assert 1 < corrected["policy/correction_largest_ratio"] < 1.5
-    assert corrected["grad_norm"] != unchanged["grad_norm"]
-    kept = row_of("mask", importance_correction="mask", importance_correction_low=1.0, importance_correction_high=2.0)
-    assert 0.05 < kept["policy/correction_kept_tokens"] < 0.95
-    assert abs(kept["loss/policy"]) > 1e-3, "each sample has what is left of it, and the advantages of a group do not cancel"
-    for settings in ({"importance_correction": "tis"}, {"off_policy_sequence_delta": 0.1}):
-        options = {**once, "rollouts": str(plain)}
-        [error] = pool.run(error_on_rank, tmp_path / "missing", replace(grpo, **settings), options, world_size=1)
-        assert "plain.jsonl, rollout 0: no rollout_log_probs, which the correction compares with" in error
+@pytest.mark.parametrize("settings", [{"importance_correction": "tis"}, {"off_policy_sequence_delta": 0.1}], ids=["tis", "delta"])
+def test_a_correction_is_refused_where_nobody_has_measured_the_sampler(pool, sampled, tmp_path, settings):
+    """FB-120: what the trainer would measure in the place of it is itself, and off-policy samples would never be found."""
+    batch = next(load_rollouts(sampled))
+    samples = [replace(sample, rollout_log_probs=None) for sample in batch.samples]
+    save_rollouts(tmp_path / "plain.jsonl", replace(batch, samples=samples))
+    options = {"rollouts": str(tmp_path / "plain.jsonl")}
+    [error] = pool.run(error_on_rank, tmp_path / "out", replace(GRPO, **settings), options, world_size=1)
+    assert "plain.jsonl, rollout 0: no rollout_log_probs, which the correction compares with" in error
 
 
 def test_off_policy_samples_of_the_run_s_own_engine_are_dropped_after_a_step(pool, tmp_path):
@@ -411,6 +348,89 @@ def test_off_policy_samples_of_the_run_s_own_engine_are_dropped_after_a_step(poo
     assert first["policy/correction_off_policy"] == 0.0 < second["policy/correction_off_policy"]
 
 
+# The first step of a rollout is on-policy: no forward measures its old log-probabilities, unless something reads them before it
+
+
+def measuring_run_on_rank(rank, output_dir, config, options, settings, measures_all):
+    """(micro-batches of which old log-probabilities are measured, final weights). measures_all: those of the first steps too."""
+    measured = Counter()
+
+    def watch(trainer):
+        log_probs = trainer.log_probs
+
+        def counted(microbatches, *, of_reference=False, **others):
+            measured[of_reference] += len(microbatches)
+            return log_probs(microbatches, of_reference=of_reference, **others)
+
+        trainer.log_probs = counted
+
+    reads = "megatron_rl.train.loop.reads_old_log_probs"
+    with mock.patch(reads, lambda *_: True) if measures_all else contextlib.nullcontext():
+        _, weights = run_loop(output_dir, config, options, settings=settings, on_trainer=watch)
+    return measured[False], weights
+
+
+ROUTED = {"experts": {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}}
+UNWATCHED = replace(GRPO, watchdog="off")
+DPPO = replace(UNWATCHED, policy_loss="dppo_tv")
+READERS = [
+    pytest.param(GRPO, {"router_replay": "old_log_probs"}, ROUTED, id="routes of that forward"),
+    pytest.param(replace(GRPO, off_policy_sequence_delta=0.1), {}, {}, id="off-policy sequences"),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "settings"), READERS)
+def test_what_reads_old_log_probs_before_the_step_keeps_the_forward(pool, tmp_path, config, options, settings):
+    """As a file of rollouts does, which has them of every sample."""
+    options = {"num_rollouts": 1, "steps_per_rollout": 2, **options}
+    [(measured, _)] = pool.run(measuring_run_on_rank, tmp_path, config, options, settings, False, world_size=1)
+    assert measured == 2
+
+
+TIS = {"importance_correction": "tis", "importance_correction_high": 1.5}
+ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.1}
+OF_SAMPLES = ICEPOP | {"importance_correction_level": "sequence_mean", "off_policy_sequence_delta": 0.01}
+FIRST_STEPS = [
+    # config, ranks, layout, options, settings; "sampled": the rollouts of another engine
+    pytest.param(replace(GSPO, kl_coefficient=0.2), 2, {PP: 2}, {"packed": True}, {}, id="gspo with KL, packed, PP2"),
+    pytest.param(replace(GRPO, **FUSED), 2, {CP: 2}, {}, {}, id="grpo, fused head, CP2"),
+    pytest.param(replace(GSPO, docs_per_step=8), 1, {}, {"steps_per_rollout": 1}, {}, id="gspo, steps of documents"),
+    pytest.param(GRPO, 1, {}, {"router_replay": "rollout"}, ROUTED, id="experts, R3"),
+    pytest.param(replace(UNWATCHED, **TIS), 1, {}, {"rollouts": "sampled"}, {}, id="tis"),
+    pytest.param(replace(UNWATCHED, **OF_SAMPLES), 1, {}, {"rollouts": "sampled"}, {}, id="icepop and off-policy samples"),
+    pytest.param(DPPO, 1, {}, {"rollouts": "sampled"}, {}, id="dppo_tv"),
+]
+
+
+@pytest.mark.parametrize(("config", "world_size", "layout", "options", "settings"), FIRST_STEPS)
+def test_a_run_trains_as_one_that_measures_its_first_steps(pool, tmp_path, sampled, config, world_size, layout, options, settings):
+    """Of the two steps of each rollout the first one costs no forward. Where no forward has measured, the policy in training is the
+    trainer's side of a correction: of factors, of drops and of their metrics. FB-120: they see the gap of the two engines."""
+    options = {"num_rollouts": 2, "steps_per_rollout": 2, **options}
+    is_sampled = "rollouts" in options
+    if is_sampled:
+        options["rollouts"] = str(sampled)
+    without, measured = (
+        pool.run(measuring_run_on_rank, tmp_path / str(flag), config, options, settings, flag, world_size=world_size, **layout)
+        for flag in (False, True)
+    )
+    rows, truth = metrics_of(tmp_path / "False"), metrics_of(tmp_path / "True")
+    phantoms = [row.pop("policy/num_phantom_tokens", None) for row in (rows[0], truth[0])]
+    assert unlike_metrics(rows, truth) == [] and (is_sampled or phantoms == [None, 0.0])
+    weights = [whole([of_rank for _, of_rank in answers], 9) for answers in (without, measured)]
+    assert relative_difference(*weights) < SAME
+    for (few, _), (all_steps, _) in zip(without, measured, strict=True):
+        assert all_steps == 2 * few > 0
+    if not is_sampled:
+        assert rows[0]["policy/ratio_new_old"] == 1.0 and abs(rows[1]["policy/ratio_new_old"] - 1.0) > 1e-4
+        return
+    assert rows[0]["policy/train_rollout_logprob_abs_diff"] > 0.01
+    if config.importance_correction == "icepop":
+        assert 0.05 < rows[0]["policy/correction_kept_tokens"] < 0.95
+    elif config.importance_correction == "tis":
+        assert rows[0]["policy/correction_largest_ratio"] > 1.1 and rows[0]["policy/correction_kept_tokens"] == 1.0
+
+
 # Steps without a token, the learning rate, the end
 
 
@@ -419,24 +439,22 @@ def test_a_skipped_step_changes_no_weight_and_no_learning_rate(pool, files, tmp_
     """As the run on the same file without these rollouts: weights to the bit, and each row. A line a step, of the first rank."""
     config = PolicyLossConfig(samples_per_prompt=4, watchdog="off", empty_step="skip", **changes)
     settings = {"lr_decay_style": "linear", "lr_decay_iters": 9}
+    paths = {"all": files / "with masked rollouts.jsonl", "some": write_file(tmp_path / "some.jsonl", TRAINED)}
     found, truth = (
         pool.run(run_on_rank, tmp_path / name, config, {"steps_per_rollout": 1, "rollouts": str(path)}, settings, world_size=2)
-        for name, path in (
-            ("all", files / "with masked rollouts.jsonl"),
-            ("some", write_file(tmp_path / "some.jsonl", TRAINED)),
-        )
+        for name, path in paths.items()
     )
     for (_, own, _), (_, other, _) in zip(found, truth, strict=True):
         assert all(torch.equal(part[2], other[name][2]) for name, part in own.items())
     rows, expected = metrics_of(tmp_path / "all"), metrics_of(tmp_path / "some")
     assert [row.pop("skipped_steps") for row in rows] == [0, 1, 3] and [row.pop("rollout") for row in rows] == [0, 2, 5]
     assert rows == [{name: value for name, value in row.items() if name not in ("rollout", "skipped_steps")} for row in expected]
-    assert all((progress.num_steps, progress.skipped_steps, progress.num_rollouts) == (3, 3, 6) for progress, *_ in found)
+    for progress in (outcome.progress for outcome, *_ in found):
+        assert (progress.num_steps, progress.skipped_steps, progress.num_rollouts) == (3, 3, 6)
     (*_, lines), (*_, of_the_other) = found
     assert len(lines) == 3 and of_the_other == []
-    assert lines[0].startswith(
-        "rollout 1: a step is skipped (1 so far, after 1 that trained): the step has 8 samples and not a single"
-    )
+    says = "rollout 1: a step is skipped (1 so far, after 1 that trained): the step has 8 samples and not a single"
+    assert lines[0].startswith(says)
 
 
 def test_a_step_without_a_token_ends_the_run_on_each_rank_by_default(pool, tmp_path):
@@ -447,49 +465,35 @@ def test_a_step_without_a_token_ends_the_run_on_each_rank_by_default(pool, tmp_p
     assert all(error.startswith("EmptyStep: the step has 8 samples and not a single unmasked token") for error in errors), errors
     assert len(metrics_of(tmp_path / "ends")) == 1
     nothing_else = {**options, "rollouts": str(write_file(tmp_path / "only.jsonl", WITH_MASKED[3:5]))}
-    [(progress, *_)] = pool.run(run_on_rank, tmp_path / "out", replace(config, empty_step="skip"), nothing_else, world_size=1)
-    assert (progress.num_steps, progress.skipped_steps) == (0, 2)
-    assert metrics_of(tmp_path / "out") == [] and not (tmp_path / "out" / "checkpoints").exists()
+    [(outcome, *_)] = pool.run(run_on_rank, tmp_path / "out", replace(config, empty_step="skip"), nothing_else, world_size=1)
+    assert (outcome.progress.num_steps, outcome.progress.skipped_steps, outcome.checkpoint) == (0, 2, None)
+    assert metrics_of(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        pytest.param({}, [0.01] * 4, id="constant"),
-        pytest.param({"lr_warmup_iters": 3}, [0.01 / 3, 0.02 / 3, 0.01, 0.01], id="warm-up"),
-        pytest.param(
-            {"lr_decay_style": "cosine", "lr_decay_iters": 4},
-            [0.005 * (1 + math.cos(math.pi * step / 4)) for step in range(1, 5)],
-            id="cosine",
-        ),
-    ],
-)
+COSINE = [0.005 * (1 + math.cos(math.pi * step / 4)) for step in range(1, 5)]
+LEARNING_RATES = [
+    ({}, [0.01] * 4),
+    ({"lr_warmup_iters": 3}, [0.01 / 3, 0.02 / 3, 0.01, 0.01]),
+    ({"lr_decay_style": "cosine", "lr_decay_iters": 4}, COSINE),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), LEARNING_RATES, ids=["constant", "warm-up", "cosine"])
 def test_the_learning_rate_of_each_step(pool, tmp_path, settings, expected):
     pool.run(run_on_rank, tmp_path, GRPO, {"num_rollouts": 2}, {"lr": 0.01, **settings}, world_size=1)
     assert [row["learning_rate"] for row in metrics_of(tmp_path)] == pytest.approx(expected, abs=1e-9)
 
 
-def outcome_on_rank(rank, output_dir, config, options):
-    return run_loop(output_dir, config, options)[0]
-
-
-def test_a_run_that_reaches_its_target_saves_and_ends_with_0(pool, tmp_path):
-    """--target-reward over five rollouts; a save after each rollout, and the last one not twice."""
-    options = {"num_rollouts": 9, "target_reward": 0.0, "save_interval": 1, "steps_per_rollout": 1}
-    for outcome in pool.run(outcome_on_rank, tmp_path, GSPO, options, world_size=2, **{TP: 2}):
-        assert outcome.reason.endswith("of the last 5 rollouts reached the target") and outcome.exit_code == 0
-        assert (outcome.progress.num_rollouts, outcome.checkpoint.name) == (5, "step_00000005")
-    saved = [f"step_0000000{step}" for step in range(1, 6)]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", *saved]
-
-
 def test_the_demo_learns_from_below_a_fifth_to_above_nine_tenths_and_its_watchdog_is_silent(pool, tmp_path):
     """`--preset demo`: a wrong sign, advantage or mask learns nothing in 140 rollouts. They are more steps than an idle clip is
-    judged by."""
+    judged by. The run ends where five rollouts have reached its target, and saves."""
     demo = dict(PRESETS["demo"])
     config = PolicyLossConfig(**{name: demo.pop(name) for name in ("policy_loss", "loss_aggregation", "samples_per_prompt")})
     options = demo | {"target_reward": 0.92, "save_interval": 1000}
     settings = {"hidden_size": 64, "lr": demo["lr"]}
-    [(progress, _, messages)] = pool.run(run_on_rank, tmp_path, config, options, settings, world_size=1)
+    [(outcome, _, messages)] = pool.run(run_on_rank, tmp_path, config, options, settings, world_size=1)
+    progress = outcome.progress
     assert progress.first_reward < 0.2 and progress.last_reward > 0.9
     assert progress.num_steps > 40 and messages == []
+    assert outcome.reason.endswith("of the last 5 rollouts reached the target") and outcome.exit_code == 0
+    assert outcome.checkpoint == tmp_path / "checkpoints" / f"step_{progress.num_steps:08}" and outcome.checkpoint.is_dir()
