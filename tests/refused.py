@@ -10,13 +10,16 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from inspect import signature
 
 import torch
 from helpers import CLIP, S_PROMPTS, names_forgotten, s_masks
 from torch import Tensor
 
+from megatron_rl import Parameter, register_correction, register_kl_estimator, register_loss_aggregation, register_policy_loss
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.count import StepTotals, count_step
+from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_cu_seqlens, padded_length
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -114,6 +117,34 @@ def slices_of_a_rank(cp_size=2):
 
 def padded_length_of(cp_size=2, **layout):
     return padded_length(5, cp_size, **layout)
+
+
+def of_ones_own(log_ratio, advantages):
+    """A loss that is right."""
+
+
+def loss_of_ones_own(name="x", level="token", function=of_ones_own, **declared):
+    register_policy_loss(name, level, **declared)(function)
+
+
+def estimator_of_ones_own(name="x", function=lambda log_probs, ref_log_probs: None, triton=None):
+    register_kl_estimator(name, triton=triton)(function)
+
+
+def correction_of_ones_own(name="x", function=lambda ratios, low, high: ratios, **declared):
+    register_correction(name, **declared)(function)
+
+
+def aggregation_of_ones_own(
+    name="x", function=lambda token_counts, totals, *, prompt_token_counts, divisor: token_counts, **declared
+):
+    found = register_loss_aggregation(name, **declared)
+    if "formula" not in declared:
+        found(function)
+
+
+def parameter_of_ones_own(name="cap", default=3.0, **ranges):
+    Parameter(name, default, "a cap", **ranges)
 
 
 def each(name: str, *values: object) -> Iterator[dict]:
@@ -219,7 +250,45 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("temperature", 0.7),
         {"entropy_coefficient": 0.1, "regularizer_weights": torch.ones(2)},
     ],
-    loss_of_the_sampler: [*each("rollout_log_probs", None), *each("correction", CorrectionSettings(kind="tis"))],
+    loss_of_the_sampler: [
+        *each("rollout_log_probs", None),
+        *each("correction", CorrectionSettings(kind="tis")),
+        *each("clip_ratio_low", 0.1),
+    ],
+    # FB-73: a function that lacks arguments fails at registration, not in the middle of a run.
+    loss_of_ones_own: [
+        *each("name", "", "grpo", of_ones_own),
+        *each("level", "turn"),
+        *each("function", lambda log_probs, old_log_probs, advantages: None, lambda advantages, log_ratio: None),
+        *each("function", lambda log_ratio, advantages, cap: None),
+        *each("needs", ("rewards",)),
+        *({"needs": ("mean_log_ratio",), name: value} for name, value in (("triton", "m.twin"), ("level", "sequence"))),
+        *each("triton", "twin", 3),
+        *each("token_clip", of_ones_own),
+        {"level": "sequence", "token_clip": lambda log_ratio: None},
+        {"level": "sequence", "triton": "m.twin", "token_clip": of_ones_own},
+        *each("parameters", (Parameter("log_ratio", 1.0, "a taken name"),)),
+        *each("clip_ratios", (0.2, 0.2)),
+        {"clip_ratios": (0.2, -1.0), "function": get_policy_loss("grpo").function},
+    ],
+    parameter_of_ones_own: [*each("name", "a cap", "lambda", "clip_ratio_low"), {"default": 3.0, "maximum": 2.0}],
+    estimator_of_ones_own: [*each("name", "", "k3"), *each("triton", "twin"), {"function": lambda log_probs: None}],
+    correction_of_ones_own: [
+        *each("name", "tis"),
+        *each("function", lambda ratios: None),
+        *each("bounds", {"turn": (0, 2)}, {}),
+        *each("weigh_tokens", abs),
+    ],
+    aggregation_of_ones_own: [
+        *each("name", 3, "constant", of_ones_own),
+        *each("function", lambda token_counts: None),
+        *each("formula", "1 / (N m_j)", "1 / N / m_i", "1 / (N + m_i)", 3, ""),
+        *each("source", None),
+        *each("needs", "num_tokens", ("num_documents",)),
+        {"formula": "1 / N", "needs": ("num_samples",)},
+        {"formula": "1 / (L N)", "takes_divisor": True},
+        *each("takes_divisor", 1),
+    ],
     log_probs_of_hidden: [
         *each("labels", torch.zeros(5, dtype=INT64, device="meta")),
         *each("loss_mask", torch.ones(4, dtype=torch.bool), ONES),
@@ -302,6 +371,12 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
         {"policy_loss": "dr_grpo"},
         {"importance_correction": "ppo"},
         {"kl_estimator": "k4", "kl_coefficient": 0.1},
+        {"policy_loss": ["grpo"]},
+        {"policy_loss": "own_losses.nothing"},
+        {"policy_loss": "own_losses.SCALE"},
+        {"loss_aggregation": "own_losses.bounded_log_ratio"},
+        {"policy_loss": "own_losses.bounded_log_ratio"},
+        {"kl_estimator": "own_losses.bounded_log_ratio", "kl_coefficient": 0.1},
     ],
     "own_function_problems": [
         {"policy_loss": "own_losses.detached"},
@@ -464,8 +539,8 @@ WARNED = [
 # Beside WARNED: nothing is said of these.
 NOT_WARNED = {
     "defaults": {},
-    "the paper's clip": GSPO,
     "at the limit": {**GSPO, "clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
+    **{f"the clip of {name}": {"policy_loss": name} for name in policy_loss_names()},
     "grpo clips at 0.2": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28},
     "coefficients under sample_mean": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
     "no coefficient": TOKEN_MEAN,
@@ -517,6 +592,8 @@ def shown(value: object) -> str:
         return f"[{', '.join(map(shown, value))}]"
     if isinstance(value, SamplingSupport):
         return f"sets {[ids.tolist() for ids in value.ids.split(value.sizes.tolist())]}"
+    if callable(value):
+        return f"a function {signature(value)}"
     if not isinstance(value, Tensor):
         return repr(value)
     numbers = "" if value.is_meta or value.numel() > 3 or value.layout != torch.strided else f" {value.tolist()}"

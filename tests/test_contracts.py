@@ -1,4 +1,4 @@
-"""Every registered loss, KL estimator and correction against its declaration, and what a loss of one's own may return.
+"""Every registered loss, KL estimator and correction against its declaration.
 
 A new one of losses/ is tested here, and needs no further line.
 """
@@ -13,17 +13,14 @@ from decimal import Context, Decimal, localcontext
 
 import pytest
 import torch
-from helpers import EXACT, KERNEL_DEVICE, PARAMETERS, random_batch, run_loss
+from helpers import EXACT, KERNEL_DEVICE, PARAMETERS
 from loss_backends import KERNEL
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel
-from megatron_rl.declare import LossValue, LossValues, evaluate, get_policy_loss, policy_loss_names, register_policy_loss
-from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.declare import LossValue, LossValues, evaluate, get_policy_loss, policy_loss_names
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, CorrectionValue
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLValue, kl_estimate
-from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
 # Losses
 
@@ -269,118 +266,3 @@ def test_bounds_are_those_of_the_declaration(name):
                 f"importance_correction={name} does not act at level {level}: choose "
                 + " or ".join(f"--importance-correction-level {one}" for one in kind.bounds)
             ]
-
-
-# What a loss of one's own may return
-
-
-BATCH = random_batch([4, 3], num_masked=(1, 0))
-HIDDEN_SIZE = 5
-OPTIONS = {"advantages_per": "sample", "tp_group": SINGLE, "cp_group": SINGLE}
-LEVELS = ("token", "sequence")
-_number = iter(range(10_000))
-
-
-def register(level: str, result, write=lambda log_ratio: None) -> str:
-    """A loss of its own: `result` makes what it returns of a value and its derivative, `write` may do what is forbidden."""
-    name = f"odd_{next(_number)}"
-
-    def elementwise(log_ratio, advantages):
-        value = -advantages * log_ratio
-        write(log_ratio)
-        return result(value, -advantages)
-
-    register_policy_loss(name, level)(elementwise)
-    return name
-
-
-def through_logits(name: str, **options):
-    return run_loss(lambda *args, **kw: policy_loss(name, *args, **kw), BATCH, **OPTIONS, **options)[0]
-
-
-def through_the_fused_head(name: str, **options):
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(7, HIDDEN_SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(11, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
-    return linear_policy_loss(name, hidden, weight, *BATCH.arguments(), **OPTIONS, **options)
-
-
-HEADS = {"logits": through_logits, "fused head": through_the_fused_head}
-WRONG = {
-    "a column": (lambda value, derivative: value[:, None], r"returned \(.*, 1\) torch.float64 as its value"),
-    "a column of derivatives": (lambda value, derivative: LossValue(value, derivative[:, None]), "as its derivative"),
-    "one number": (lambda value, derivative: value.mean(), r"returned \(\) torch.float64 as its value"),
-    "one element": (lambda value, derivative: value[:1], r"returned \(1,\) torch.float64 as its value"),
-    "integers": (lambda value, derivative: LossValue(value.long(), derivative), "torch.int64 as its value"),
-    "another precision": (lambda value, derivative: LossValue(value.half(), derivative), "torch.float16 as its value"),
-    "a Python number": (lambda value, derivative: 0.5, "returned float as its value"),
-    "a number as derivative": (lambda value, derivative: LossValue(value, 0.5), "returned float as its derivative"),
-    "nothing": (lambda value, derivative: None, "returned NoneType as its value"),
-    "a pair": (lambda value, derivative: (value, derivative), r"returned tuple as its value.*; return megatron_rl.LossValue\("),
-    "a Parameter": (lambda value, derivative: torch.nn.Parameter(value.detach()), "a gradient of its own, and none by log_ratio"),
-    "meta": (lambda value, derivative: value.to("meta"), "torch.strided on meta as its value: .* with torch.strided on cpu"),
-    "sparse": (lambda value, derivative: value.to_sparse(), "with torch.sparse_coo on cpu as its value"),
-    "a sparse derivative": (
-        lambda value, derivative: LossValue(value, derivative.to_sparse()),
-        "sparse_coo on cpu as its derivative",
-    ),
-    "numbers as is_clipped": (lambda value, derivative: LossValue(value, derivative, value), "float64 as its is_clipped"),
-    "one flag": (lambda value, derivative: LossValue(value, is_clipped=torch.tensor(True)), r"\(\) torch.bool as its is_clipped"),
-    "NaN": (lambda value, derivative: value * math.nan, "not finite"),
-    "NaN as derivative": (lambda value, derivative: LossValue(value, derivative * math.nan), "not finite"),
-    "an infinite derivative": (lambda value, derivative: LossValue(value, derivative + math.inf), "not finite"),
-}
-
-
-# Each in one way, and what is refused in other ways at each level too.
-WAYS = list(itertools.product(LEVELS, HEADS))
-REFUSED = [(wrong, *WAYS[number % len(WAYS)]) for number, wrong in enumerate(WRONG)]
-REFUSED += [(wrong, *way) for wrong in ("a column", "one number", "NaN") for way in WAYS]
-
-
-@pytest.mark.parametrize(("wrong", "level", "head"), dict.fromkeys(REFUSED))
-def test_what_is_no_value_is_refused_by_name(wrong, level, head):
-    """[T, 1] times [T] would be [T, T], summed without a word."""
-    result, message = WRONG[wrong]
-    name = register(level, result)
-    with pytest.raises(DataError, match=message) as caught:
-        HEADS[head](name)
-    assert name in str(caught.value)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_a_loss_raises_is_what_its_user_sees(level, head):
-    def result(value, derivative):
-        raise KeyError("of the user's own")
-
-    with pytest.raises(KeyError, match="of the user's own"):
-        HEADS[head](register(level, result))
-
-
-@pytest.mark.parametrize("has_derivative", [False, True], ids=["by autograd", "declared"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_masked_tokens_may_come_back_as_anything(level, has_derivative):
-    """A masked token holds garbage, so does what is computed of it."""
-
-    def plain(value, derivative):
-        return LossValue(value, derivative if has_derivative else None)
-
-    def garbage(value, derivative):
-        if value.numel() == len(BATCH.labels):
-            value, derivative = (torch.where(BATCH.loss_mask, part, math.nan) for part in (value, derivative))
-        return plain(value, derivative)
-
-    results = []
-    for result in (plain, garbage):
-        name = register(level, result)
-        results.append(run_loss(lambda *args, name=name, **kw: policy_loss(name, *args, **kw), BATCH, **OPTIONS))
-    assert torch.equal(results[0][0].loss, results[1][0].loss) and torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_write_that_cannot_be_seen_meets_a_copy(level):
-    expected = through_logits(register(level, LossValue), metrics="basic")
-    got = through_logits(register(level, LossValue, lambda log_ratio: log_ratio.data.zero_()), metrics="basic")
-    assert torch.equal(got.loss, expected.loss) and torch.equal(got.log_probs, expected.log_probs)
-    assert torch.equal(got.metrics.values, expected.metrics.values)

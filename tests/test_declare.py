@@ -1,24 +1,42 @@
-"""The registries: what may be registered, and how a name is found."""
+"""What may be declared: how a name is found, which function contradicts its declaration, and what a loss may return.
+
+test_refused.py has declarations that are refused as they are written.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import random_batch, run_loss
 
-from megatron_rl import register_correction, register_kl_estimator
+from megatron_rl import (
+    KLValue,
+    LossValue,
+    Parameter,
+    bounded_exp,
+    register_correction,
+    register_kl_estimator,
+    register_loss_aggregation,
+    register_policy_loss,
+)
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import Parameter, get_policy_loss, import_dotted, policy_loss_names, register_policy_loss
-from megatron_rl.errors import ConfigError
+from megatron_rl.declare import FURTHER_INPUTS, get_policy_loss, policy_loss_names
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl, skyrl, verl
-from megatron_rl.losses.corrections import CORRECTIONS
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.losses.corrections import CORRECTIONS, CorrectionValue
 from megatron_rl.losses.kl import KL_ESTIMATORS
+from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.testing import oracle
-from megatron_rl.validation.advice import clip_of_a_mean_clips, numbers_in_words
-from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation, sample_token_weights
+from megatron_rl.validation import Settings, find_problems, own_functions
+from megatron_rl.validation.advice import numbers_in_words
+from megatron_rl.weights import AGGREGATIONS, get_loss_aggregation, loss_aggregation_names, sample_token_weights
 
 # The default clips of published numbers; another loss need not be here.
 CLIPS = {
@@ -31,18 +49,6 @@ CLIPS = {
 }
 
 
-def root_mean(token_counts, totals, *, prompt_token_counts, divisor):
-    return 1.0 / (totals.num_samples * token_counts.sqrt())
-
-
-def values(log_ratio, advantages):
-    return -advantages * log_ratio
-
-
-def kl(log_probs, ref_log_probs):
-    return log_probs - ref_log_probs
-
-
 def test_the_registries_start_with_the_built_in_names():
     assert {name for name in oracle.LOSSES if get_policy_loss(name).level == "sequence"} == oracle.ONE_RATIO_A_SAMPLE.keys()
     assert {name: get_policy_loss(name).clip_ratios for name in CLIPS} == CLIPS
@@ -50,124 +56,17 @@ def test_the_registries_start_with_the_built_in_names():
     assert {*skyrl.REDUCTIONS.values(), *verl.AGG_MODES} <= set(loss_aggregation_names())
 
 
-def test_a_users_aggregation_is_found_by_its_name():
-    """FB-04: what is registered is as good as a built-in: same lookup, same masking of empty samples, same dtype."""
-    register_loss_aggregation("root")(root_mean)
-    weights = sample_token_weights("root", torch.tensor([4, 0, 1]), StepTotals(3, None, 5))
-    assert weights.tolist() == pytest.approx([1 / 6, 0.0, 1 / 3]) and weights.dtype == torch.float32
-    assert "root" in loss_aggregation_names()
-
-
-def test_a_users_functions_are_reachable_by_dotted_name(own_losses):
-    """A flag value with a dot is imported as module.function; test_own.py computes with them."""
-    odd = get_loss_aggregation("own_losses.odd")
-    assert (odd.formula, odd.needs, odd.takes_divisor) == (None, None, None)
+def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it(own_losses):
+    """Registering twice under two names would be two losses with two default clips."""
+    assert get_policy_loss("megatron_rl.losses.gspo.gspo") is get_policy_loss("gspo")
+    assert get_loss_aggregation("megatron_rl.weights.token_mean") is get_loss_aggregation("token_mean")
     assert get_policy_loss("own_losses.heeding") is get_policy_loss("own_heeding")
     assert {"own_losses.heeding", "own_heeding"} <= set(policy_loss_names())
 
 
-def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
-    """Registering twice under two names would be two losses with two default clips."""
-    entry = get_policy_loss("megatron_rl.losses.gspo.gspo")
-    assert entry is get_policy_loss("gspo")
-    assert get_loss_aggregation("megatron_rl.weights.token_mean") is get_loss_aggregation("token_mean")
+def test_what_is_run_again_is_declared_anew_and_nobody_takes_the_name_of_another_module():
+    """A cell of a notebook, or a module that is imported twice. A formula has no function of its user's whose module tells."""
 
-
-def add_loss(*arguments, function=values, **options):
-    return lambda: register_policy_loss(*arguments, **options)(function)
-
-
-UNDECLARED = "is not declared: decorate bounded_log_ratio with @megatron_rl.register_"
-REFUSED = [  # (message, call)
-    ("policy loss 'ppo' is not registered; known: .*gspo", lambda: get_policy_loss("ppo")),
-    ("known: sample_mean, prompt_mean", lambda: get_loss_aggregation("sum")),
-    ("module 'no_such_module' cannot be imported", lambda: get_policy_loss("no_such_module.f")),
-    ("has no 'nothing'", lambda: get_policy_loss("own_losses.nothing")),
-    ("is Parameter, not a function", lambda: get_policy_loss("own_losses.SCALE")),
-    (
-        "is not declared: decorate bounded_log_ratio with @megatron_rl.register_loss",
-        lambda: get_loss_aggregation("own_losses.bounded_log_ratio"),
-    ),
-    (
-        "is not declared: decorate bounded_log_ratio with @megatron_rl.register_pol",
-        lambda: get_policy_loss("own_losses.bounded_log_ratio"),
-    ),
-    (
-        'register_policy_loss of values has no name: write @megatron_rl.register_policy_loss\\("values"',
-        lambda: register_policy_loss(values),
-    ),
-    ("register_loss_aggregation of root_mean has no name", lambda: register_loss_aggregation(root_mean)),
-    (
-        "has log_probs at the place of log_ratio: write .log_ratio, advantages, log_probs.",
-        add_loss("x", function=lambda log_probs, old_log_probs, advantages: None),
-    ),
-    ("has advantages at the place of log_ratio", add_loss("x", function=lambda advantages, log_ratio: None)),
-    (
-        r"'cap'; declare a further number in parameters=\(Parameter\(...\),\), a further vector in needs=",
-        add_loss("x", function=lambda log_ratio, advantages, cap: None),
-    ),
-    ("'plain' has no dot", lambda: import_dotted("plain", "--reward")),
-    ("level='turn' of policy loss 'x' is none of token, sequence", add_loss("x", level="turn")),
-    (
-        "needs='rewards' of policy loss 'x' is none of rollout_log_probs, ref_log_probs, token_counts, entropy, mean_log_ratio",
-        add_loss("x", needs=("rewards",)),
-    ),
-    ("triton='twin' of policy loss 'x' must be the text", add_loss("x", triton="twin")),
-    ("triton=3 of policy loss 'x' must be the text module.function", add_loss("x", triton=3)),
-    ("'lambda' must be a Python identifier and no reserved word", lambda: Parameter("lambda", 3.0, "a reserved word")),
-    ("without triton, whose kernels have no mean of tokens", add_loss("x", needs=("mean_log_ratio",), triton="m.twin")),
-    ('"at "sequence" log_ratio is the mean'[1:], add_loss("x", "sequence", needs=("mean_log_ratio",))),
-    ('token_clip is for level "sequence" without triton', add_loss("x", token_clip=max)),
-    (r"token_clip of policy loss 'x' must accept \(log_ratio, advantages\)", add_loss("x", "sequence", token_clip=lambda x: x)),
-    ('token_clip is for level "sequence" without triton', add_loss("x", "sequence", triton="m.twin", token_clip=max)),
-    ("declares a name twice among log_ratio, advantages", add_loss("x", parameters=(Parameter("log_ratio", 1.0, "a taken name"),))),
-    (r"cap=3.0 must be a finite number in \[-inf, 2\]", lambda: Parameter("cap", 3.0, "a cap", maximum=2.0)),
-    ("must be a Python identifier", lambda: Parameter("a cap", 3.0, "a cap")),
-    ("'clip_ratio_low' is a setting already", lambda: Parameter("clip_ratio_low", default=0.2, help="")),
-    ("clip_ratio_high=-1.0", add_loss("x", clip_ratios=(0.2, -1.0), function=get_policy_loss("grpo").function)),
-    ("must be a non-empty string", add_loss("")),
-    ("must be a non-empty string", lambda: register_loss_aggregation(3)(root_mean)),
-    ("already registered by megatron_rl.losses.grpo", add_loss("grpo")),
-    ("already registered by megatron_rl.weights", lambda: register_loss_aggregation("constant")(root_mean)),
-    (
-        r"policy loss 'x' must accept \(log_ratio, advantages, \*, clip_ratio_low, clip_ratio_high\)",
-        add_loss("x", clip_ratios=(0.2, 0.2)),
-    ),
-    (r"must accept \(log_probs, ref_log_probs\)", lambda: register_kl_estimator("x")(lambda log_probs: log_probs)),
-    ("'k3' is already registered by megatron_rl.losses.kl", lambda: register_kl_estimator("k3")(kl)),
-    ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton="twin")),
-    ("must be the text module.function, or None", lambda: register_kl_estimator("x", triton=kl)),
-    ("must be a non-empty string", lambda: register_kl_estimator("")(kl)),
-    (
-        "is not declared: decorate bounded_log_ratio with @megatron_rl.register_kl_est",
-        lambda: KL_ESTIMATORS["own_losses.bounded_log_ratio"],
-    ),
-    ("must be a name", lambda: KL_ESTIMATORS[3]),
-    (r"\['grpo'\].* is not registered", lambda: get_policy_loss(["grpo"])),
-    (r"\['mine'\].* is not registered", lambda: get_loss_aggregation(["mine"])),
-    (r"must accept \(ratios, low, high\)", lambda: register_correction("x")(lambda ratios: ratios)),
-    ("'tis' is already registered by megatron_rl.losses.corrections", lambda: register_correction("tis")(lambda w, low, high: w)),
-    (
-        r"bounds=\{'turn': \(0, 2\)\} .* must be of levels, token, seq",
-        lambda: register_correction("x", bounds={"turn": (0, 2)}),
-    ),
-    (r"bounds=\{\} .* must be of levels, token, sequence_mean", lambda: register_correction("x", bounds={})),
-    ("acts at levels of samples: leave token out", lambda: register_correction("x", weigh_tokens=abs)),
-    (
-        r"loss aggregation 'x' must accept \(token_counts, totals, \*, prompt_token_counts, divisor\)",
-        lambda: register_loss_aggregation("x")(lambda token_counts: None),
-    ),
-]
-
-
-@pytest.mark.parametrize(("message", "call"), REFUSED)
-def test_what_cannot_work_is_refused_with_a_message(own_losses, message, call):
-    """FB-73: a function that lacks arguments fails at registration, not in the middle of a run."""
-    with pytest.raises(ConfigError, match=message):
-        call()
-
-
-def test_a_cell_of_a_notebook_may_be_run_again():
     def defined(sign: int) -> Callable:
         def mine(log_ratio, advantages):
             return sign * advantages * log_ratio
@@ -178,15 +77,13 @@ def test_a_cell_of_a_notebook_may_be_run_again():
     again = defined(-1)
     assert get_policy_loss("of a cell").function is again
     with pytest.raises(ConfigError, match="already registered by test_declare"):
-        register_policy_loss("of a cell")(values)
-
-
-def test_registering_the_same_function_again_changes_nothing():
-    """A module that is imported twice registers twice."""
-    for _ in range(2):
-        register_loss_aggregation("root")(root_mean)
-        register_policy_loss("plain")(values)
-    assert get_policy_loss("plain").function is values
+        register_policy_loss("of a cell")(surrogate)
+    for formula in ("1 / N", "1 / (N m_i)"):
+        exec(f"register('mine', formula={formula!r})", {"__name__": "__main__", "register": register_loss_aggregation})
+        assert str(get_loss_aggregation("mine").formula) == formula.replace(" / ", "/")
+    assert AGGREGATIONS.is_built_in("token_mean") and not AGGREGATIONS.is_built_in("mine")
+    with pytest.raises(ConfigError, match="'mine' is already registered by __main__"):
+        register_loss_aggregation("mine", formula="1 / N")
 
 
 def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_path, monkeypatch):
@@ -205,10 +102,7 @@ def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_pat
     ("returned", "message"),
     [
         (torch.ones(3), r"returned \(3,\) torch.float32: it must return a floating point tensor \[S=2\]"),
-        (torch.ones(2, 1), r"returned \(2, 1\) torch.float32"),
-        (torch.tensor(1.0), r"returned \(\) torch.float32"),
         (torch.ones(2, dtype=torch.int64), r"returned \(2,\) torch.int64"),
-        ([1.0, 1.0], "returned list"),
         (None, "returned NoneType"),
         (torch.tensor([1.0, float("nan")]), "gives a weight that is negative or not finite"),
         (torch.tensor([1.0, -0.5]), "gives a weight that is negative or not finite"),
@@ -234,14 +128,359 @@ def test_an_aggregation_that_writes_into_its_counts_harms_nothing():
     assert counts.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("name", policy_loss_names())
-def test_a_loss_is_not_warned_of_its_own_clip(name):
-    assert list(clip_of_a_mean_clips(PolicyLossConfig(policy_loss=name))) == []
-
-
 def test_the_numbers_of_a_loss_in_words():
     """A loss without bounds may clip as it says itself."""
     assert numbers_in_words(PolicyLossConfig(policy_loss="reinforce")) == "no clip bounds"
-    parameters = {"clip_ratio_c": 3.0}
-    assert numbers_in_words(PolicyLossConfig(loss_parameters=parameters)) == "clip 0.2/0.2, clip_ratio_c 3"
+    assert numbers_in_words(PolicyLossConfig(loss_parameters={"clip_ratio_c": 3.0})) == "clip 0.2/0.2, clip_ratio_c 3"
     assert numbers_in_words(PolicyLossConfig()) == "clip 0.2/0.2"
+
+
+# Contradictions: what the trial at start finds, what it lets through
+
+SCALE = Parameter("scale", default=0.0, help="multiplies the loss")
+RADIUS = Parameter("radius", default=0.2, help="of the barrier")
+
+
+def problems(**settings) -> list[str]:
+    return find_problems(Settings(config=PolicyLossConfig(**settings)))
+
+
+def found_in(function, level="token", *, settings=None, **declared) -> list[str]:
+    """What a launch with this loss and these settings is told."""
+    register_policy_loss("mine", level, **declared)(function)
+    return problems(policy_loss="mine", loss_aggregation="token_mean", **(settings or {}))
+
+
+def surrogate(log_ratio, advantages):
+    return -advantages * bounded_exp(log_ratio)
+
+
+def own_derivative_of_a_mean(log_ratio, advantages):
+    ratio = bounded_exp(log_ratio)
+    return LossValue(-advantages * ratio, -advantages * ratio / ratio.mean())
+
+
+def narrowed_by_the_longest(log_ratio, advantages, *, token_counts, clip_ratio_low, clip_ratio_high):
+    """It acts on few elements alone: those on one side of the clip."""
+    high = clip_ratio_high * (1 - token_counts / token_counts.max() / 2)
+    ratio = bounded_exp(log_ratio)
+    clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def pulled(log_ratio, advantages, *, scale):
+    """A coefficient of 0 by default hides what it multiplies."""
+    return surrogate(log_ratio, advantages) + scale * log_ratio.mean()
+
+
+def centred_when_wide(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
+    whole = log_ratio.mean() if clip_ratio_high > 0.5 else 0.0
+    return -advantages * bounded_exp(log_ratio).clamp(1 - clip_ratio_low, 1 + clip_ratio_high) + whole
+
+
+def barrier(log_ratio, advantages, *, radius):
+    """It would end the run at the first log-ratio beyond its radius."""
+    return surrogate(log_ratio, advantages) - 0.1 * torch.log(1 - (log_ratio / radius) ** 2)
+
+
+def aspo(log_ratio, advantages):
+    """Its derivative has the other sign for one sign of the advantage."""
+    weight = torch.where(advantages > 0, bounded_exp(-log_ratio), bounded_exp(log_ratio))
+    return LossValue(-weight * advantages, -weight * advantages * (log_ratio.abs() <= 20))
+
+
+def truncated(*, is_detached):
+    """CISPO, its derivative written by hand."""
+
+    def cispo(log_ratio, advantages, log_probs):
+        weight = bounded_exp(log_ratio.detach() if is_detached else log_ratio).clamp(max=1.2)
+        return LossValue(-weight * advantages * log_probs, -weight * advantages)
+
+    return cispo
+
+
+def clipped_beyond(log_ratio, advantages, log_probs):
+    """Of a loss that takes log_probs the package cannot tell a derivative beyond the bound from one by them. PPO's clip leaves it
+    a quarter of the places: A < 0 and a ratio above 1."""
+    unclipped, bound = surrogate(log_ratio, advantages), -advantages * bounded_exp(log_ratio).clamp(0.8, 1.2)
+    return LossValue(torch.maximum(unclipped, bound), torch.where(unclipped >= bound, unclipped, 0.0))
+
+
+OTHERS, OF_SAMPLES = "mine depends at one token on the others, so it would change", "depends at one sample on the others"
+OTHER_DERIVATIVE = "mine returns a derivative that its value does not have.*detach"
+WITH_COUNTS = {"level": "sequence", "needs": ("token_counts",), "clip_ratios": (3e-4, 4e-4)}
+WITH_SCALE = {"parameters": (SCALE,), "settings": {"loss_parameters": {"scale": 0.5}}}
+WIDE = {"clip_ratios": (0.2, 0.2), "settings": {"clip_ratio_high": 0.9}}
+OF_TOKENS = {"level": "sequence", "token_clip": lambda x, a: x - x.mean()}
+# name -> (function, what is said, declaration and settings)
+FOUND = {
+    "centred": (lambda x, a: surrogate(x, a - a.mean()), OTHERS, {}),
+    "centred samples": (lambda x, a: surrogate(x, a - a.mean()), OF_SAMPLES, {"level": "sequence"}),
+    "before": (lambda x, a: surrogate(x, a) + 1e-3 * x.cumsum(0), OTHERS, {}),
+    "own derivative of a mean": (own_derivative_of_a_mean, OTHERS, {}),
+    "the longest sample": (narrowed_by_the_longest, OF_SAMPLES, WITH_COUNTS),
+    "by the numbers of the run": (pulled, "with scale=0.5 depends at one token on the others", WITH_SCALE),
+    "by the clip of the run": (centred_when_wide, "mine with clip_ratio_low=0.2, clip_ratio_high=0.9 depends", WIDE),
+    "a clip of tokens": (surrogate, "token_clip of mine depends at one token on the others", OF_TOKENS),
+    "not finite everywhere": (barrier, r"mine with radius=0.2 is not finite for \d+ of 4096 probes", {"parameters": (RADIUS,)}),
+    "no derivative": (lambda x, a: -a * bounded_exp(x).round(), "has derivative 0", {}),
+    "a weight that is not detached": (truncated(is_detached=False), OTHER_DERIVATIVE, {}),
+    "the other sign on one side": (aspo, OTHER_DERIVATIVE, {}),
+    "beyond the bound": (clipped_beyond, OTHER_DERIVATIVE, {}),
+    "a scalar": (lambda x, a: surrogate(x, a).mean(), "^policy_loss=mine cannot be computed: .*one number for each", {}),
+    "an error": (lambda x, a: surrogate(x, a) + torch.ones(5), "^policy_loss=mine cannot be computed: RuntimeError: The size", {}),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_contradiction_is_found(name):
+    """Autograd and the fused head's second pass would train another loss than the derivative; a sum over what is together another
+    one on each layout."""
+    function, said, declared = FOUND[name]
+    (message,) = found_in(function, **declared)
+    assert re.search(said, message), message
+
+
+@pytest.mark.parametrize("read", ["log_ratio", "advantages", "log_probs", *FURTHER_INPUTS])
+def test_every_input_of_the_others_shows(read):
+    """A loss that reads the longest sample of the batch was let through: the others had the same lengths."""
+
+    def of_all(log_ratio, advantages, log_probs, **further):
+        vector = {"log_ratio": log_ratio, "advantages": advantages, "log_probs": log_probs, **further}[read]
+        return surrogate(log_ratio, advantages) * (1 + vector.max().detach().abs().log1p() / 10)
+
+    (message,) = found_in(of_all, needs=tuple(name for name in FURTHER_INPUTS if name == read))
+    assert OTHERS in message
+
+
+class Counting:
+    """A loss with a state: its first calls are smaller."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, log_ratio, advantages):
+        self.calls += 1
+        return surrogate(log_ratio, advantages) * min(1.0, self.calls / 100)
+
+
+def in_bfloat16(log_ratio, advantages):
+    x = log_ratio.bfloat16()
+    return (-advantages.bfloat16() * (x.exp() * x.tanh() - x.sigmoid())).to(log_ratio.dtype)
+
+
+def apart_by_sign(log_ratio, advantages):
+    """sigmoid rounds in another way in the rest of a loop than in its vectors; which elements are there depends on the others."""
+    value = torch.zeros_like(log_ratio)
+    for is_here in (advantages > 0, advantages < 0):
+        x = log_ratio[is_here]
+        value[is_here] = -advantages[is_here] * (torch.sigmoid(x) - 0.5 - x / 4) / 1e-3
+    return value
+
+
+RIGHT = {
+    "large advantages alone": (lambda x, a: surrogate(x, a) * (a.abs() > 50), {}),
+    "a ratio of exactly 1": (lambda x, a: -a * bounded_exp(x).clamp(1.0, 1.0), {}),
+    "dropout": (lambda x, a: torch.nn.functional.dropout(surrogate(x, a), 0.1), {}),
+    "a state": (Counting(), {}),
+    "CISPO by hand": (truncated(is_detached=True), {}),
+    "bfloat16": (in_bfloat16, {}),
+    "apart by sign": (apart_by_sign, {}),
+    "no bound": (lambda x, a: -a * x.exp().square(), {}),
+    "switched off": (lambda x, a: 0.0 * surrogate(x, a), {}),  # a KL term may be what trains
+    "a coefficient of 0": (pulled, {"parameters": (SCALE,)}),
+    "a narrow clip": (centred_when_wide, {"clip_ratios": (0.2, 0.2)}),
+    "a clip of tokens": (surrogate, {"level": "sequence", "token_clip": lambda x, a: x.clamp(-0.3, 0.3)}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_loss_that_is_right_or_cannot_be_judged_is_let_through(name):
+    """A wrong refusal ends a run; a fault that is not found here leaves it as it was. The run's random numbers do not move."""
+    function, declared = RIGHT[name]
+    state = torch.get_rng_state()
+    assert found_in(function, **declared) == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_built_in_contradicts_its_declaration(monkeypatch):
+    monkeypatch.setattr(own_functions.POLICY_LOSSES, "is_built_in", lambda name: False)
+    for name in policy_loss_names():
+        assert list(own_functions.loss_problems(PolicyLossConfig(policy_loss=name))) == []
+    for name in KL_ESTIMATORS.names():
+        assert list(own_functions.estimator_problems(KL_ESTIMATORS[name])) == []
+
+
+@pytest.fixture
+def bfloat16_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")])
+def test_it_is_tried_in_float32_on_the_cpu_in_every_context(bfloat16_by_default, context):
+    """Where a model is built on another device, what the function makes would be there, and its inputs not."""
+
+    def shifted(log_ratio, advantages):
+        return (surrogate(log_ratio, advantages - advantages.mean()) + torch.zeros(len(advantages))).float()
+
+    with context():
+        (message,) = found_in(shifted)
+    assert "on the others" in message
+
+
+def negated(log_probs, ref_log_probs):
+    d = log_probs - ref_log_probs
+    return KLValue(d.square() / 2, -d)
+
+
+# On few tokens: those that are far from the reference.
+CAPPED = lambda x, reference: torch.minimum((x - reference).square(), (x - reference).detach().abs().max())  # noqa: E731
+WRONG_ESTIMATORS = {
+    "returns a derivative that its value does not have": negated,
+    "has no derivative by log_probs": lambda x, reference: (x - reference).detach().square(),
+    "depends at one token on the others": CAPPED,
+    "returned (4096, 1) torch.float32 as its value": lambda x, reference: (x - reference)[:, None],
+    "writes into its inputs": lambda x, reference: x.sub_(reference).square(),
+}
+WRONG_CORRECTIONS = {
+    "depends at one token on the others": lambda w, low, high: torch.where(w > 1e3, w.min(), w).clamp(low, high),
+    "returned (4096,) torch.int32 as is_kept: it must be (4096,) torch.bool": lambda w, low, high: CorrectionValue(
+        w, (w <= high).int()
+    ),
+    "returned (2048,) torch.float32 as its weights": lambda w, low, high: w.clamp(low, high)[::2],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ESTIMATORS)
+def test_a_wrong_estimator_is_named_at_launch(message):
+    register_kl_estimator("own")(lambda log_probs, ref_log_probs: WRONG_ESTIMATORS[message](log_probs, ref_log_probs))
+    (problem,) = problems(kl_coefficient=0.1, kl_estimator="own")
+    assert message in problem and "=own" in problem
+
+
+@pytest.mark.parametrize("message", WRONG_CORRECTIONS)
+def test_a_wrong_correction_is_named_at_launch(message):
+    register_correction("own")(lambda ratios, low, high: WRONG_CORRECTIONS[message](ratios, low, high))
+    bounds = {"importance_correction_low": 0.5, "importance_correction_high": 2.0}
+    (problem,) = problems(importance_correction="own", **bounds)
+    assert message in problem and "=own" in problem
+
+
+def test_a_gradient_of_another_value_may_be_declared():
+    register_kl_estimator("own", is_gradient_of_value=False)(negated)
+    assert problems(kl_coefficient=0.1, kl_estimator="own") == []
+
+
+WRONG_WEIGHTS = {
+    "largest": lambda counts, totals: counts / (totals.num_samples * counts.max()),
+    "count": lambda counts, totals: 1 / (len(counts) * counts),
+    "longest left out": lambda counts, totals: (counts < counts.max()) / (totals.num_samples * counts),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_a_weight_that_depends_on_the_other_samples_is_refused_at_start(name):
+    """A call has the samples of a micro-batch. One without a formula was compared with nothing."""
+
+    @register_loss_aggregation("of_a_call")
+    def of_a_call(token_counts, totals, *, prompt_token_counts, divisor):
+        return WRONG_WEIGHTS[name](token_counts, totals)
+
+    (problem,) = problems(loss_aggregation="of_a_call")
+    assert "loss_aggregation=of_a_call depends at one sample on the others" in problem
+
+
+# What a loss may return in a step
+
+BATCH = random_batch([4, 3], num_masked=(1, 0))
+OPTIONS = {"advantages_per": "sample", "tp_group": SINGLE, "cp_group": SINGLE}
+LEVELS = ("token", "sequence")
+
+
+def register(level: str, result, write=lambda log_ratio: None) -> str:
+    """A loss of its own: `result` makes what it returns of a value and its derivative, `write` may do what is forbidden."""
+    name = f"odd_{len(policy_loss_names())}"
+
+    def elementwise(log_ratio, advantages):
+        value = -advantages * log_ratio
+        write(log_ratio)
+        return result(value, -advantages)
+
+    register_policy_loss(name, level)(elementwise)
+    return name
+
+
+def through_logits(name: str, **options):
+    return run_loss(lambda *args, **kw: policy_loss(name, *args, **kw), BATCH, **OPTIONS, **options)
+
+
+def through_the_fused_head(name: str, **options):
+    weight = torch.eye(11, dtype=torch.float64)
+    return linear_policy_loss(name, BATCH.logits.clone().requires_grad_(), weight, *BATCH.arguments(), **OPTIONS, **options)
+
+
+HEADS = {"logits": through_logits, "fused head": through_the_fused_head}
+WRONG = {
+    "a column": (lambda value, derivative: value[:, None], r"returned \(.*, 1\) torch.float64 as its value"),
+    "a column of derivatives": (lambda value, derivative: LossValue(value, derivative[:, None]), "as its derivative"),
+    "one number": (lambda value, derivative: value.mean(), r"returned \(\) torch.float64 as its value"),
+    "another precision": (lambda value, derivative: LossValue(value.half(), derivative), "torch.float16 as its value"),
+    "a number as derivative": (lambda value, derivative: LossValue(value, 0.5), "returned float as its derivative"),
+    "nothing": (lambda value, derivative: None, "returned NoneType as its value"),
+    "a pair": (lambda value, derivative: (value, derivative), r"returned tuple as its value.*; return megatron_rl.LossValue\("),
+    "a Parameter": (lambda value, derivative: torch.nn.Parameter(value.detach()), "a gradient of its own, and none by log_ratio"),
+    "meta": (lambda value, derivative: value.to("meta"), "torch.strided on meta as its value: .* with torch.strided on cpu"),
+    "sparse": (lambda value, derivative: value.to_sparse(), "with torch.sparse_coo on cpu as its value"),
+    "numbers as is_clipped": (lambda value, derivative: LossValue(value, derivative, value), "float64 as its is_clipped"),
+    "NaN": (lambda value, derivative: value * math.nan, "not finite"),
+    "NaN as derivative": (lambda value, derivative: LossValue(value, derivative * math.nan), "not finite"),
+    "an infinite derivative": (lambda value, derivative: LossValue(value, derivative + math.inf), "not finite"),
+}
+# Each in one way, and what is refused in other ways at each level too.
+WAYS = list(itertools.product(LEVELS, HEADS))
+REFUSED = [(wrong, *WAYS[number % len(WAYS)]) for number, wrong in enumerate(WRONG)]
+REFUSED += [(wrong, *way) for wrong in ("a column", "one number", "NaN") for way in WAYS]
+
+
+@pytest.mark.parametrize(("wrong", "level", "head"), dict.fromkeys(REFUSED))
+def test_what_is_no_value_is_refused_by_name(wrong, level, head):
+    """[T, 1] times [T] would be [T, T], summed without a word."""
+    result, message = WRONG[wrong]
+    name = register(level, result)
+    with pytest.raises(DataError, match=message) as caught:
+        HEADS[head](name)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_a_loss_raises_is_what_its_user_sees(head):
+    def result(value, derivative):
+        raise KeyError("of the user's own")
+
+    with pytest.raises(KeyError, match="of the user's own"):
+        HEADS[head](register("token", result))
+
+
+@pytest.mark.parametrize("has_derivative", [False, True], ids=["by autograd", "declared"])
+def test_masked_tokens_may_come_back_as_anything(has_derivative):
+    """A masked token holds garbage, so does what is computed of it."""
+
+    def plain(value, derivative):
+        return LossValue(value, derivative if has_derivative else None)
+
+    def garbage(value, derivative):
+        return plain(*(torch.where(BATCH.loss_mask, part, math.nan) for part in (value, derivative)))
+
+    (want, gradient), (got, other) = (through_logits(register("token", result)) for result in (plain, garbage))
+    assert torch.equal(got.loss, want.loss) and torch.equal(other, gradient)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_write_that_cannot_be_seen_meets_a_copy(level):
+    expected, _ = through_logits(register(level, LossValue), metrics="basic")
+    got, _ = through_logits(register(level, LossValue, lambda log_ratio: log_ratio.data.zero_()), metrics="basic")
+    assert torch.equal(got.loss, expected.loss) and torch.equal(got.log_probs, expected.log_probs)
+    assert torch.equal(got.metrics.values, expected.metrics.values)

@@ -37,11 +37,12 @@ ROWS = [
 
 @pytest.mark.parametrize(("door", "changes"), ROWS)
 def test_a_refused_call_names_the_argument(door, changes):
-    """FB-02, FB-12, FB-17, FB-40, FB-55, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped
-    without a word, and no missing denominator has a default."""
+    """FB-02, FB-12, FB-17, FB-40, FB-55, FB-63, FB-65, FB-73, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is
+    dropped without a word, and no missing denominator has a default."""
     _, text = message_of(door, changes)
     names = {"loss_parameters": "parameter", "kind": "importance_correction", "kl_estimator": "KL estimator"}
-    names |= {"loss_masks": "mask", "prompt_ids": "prompt id"}
+    names |= {"loss_masks": "mask", "prompt_ids": "prompt id", "function": "must accept", "clip_ratios": "clip_ratio"}
+    names |= {"parameters": "declares a name twice"}
     flat = {**changes, **changes.get("loss_parameters", {})}
     assert any(name in text or names.get(name, name) in text or str(value) in text for name, value in flat.items()), text
 
