@@ -1,4 +1,7 @@
-"""A loss, an estimator, a correction of a user's own, by dotted path: through logits, kernels, heads, ranks, flags and hosts."""
+"""What is a user's own, by dotted path, wherever it is read: a loss, an estimator, a correction, an aggregation.
+
+test_declare.py has what may be declared.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,28 @@ import math
 import os
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import CLIP, EXACT, ROOT, Batch, loop_entropy, loop_log_probs, pool_of, random_batch, run_loss, with_gradient, zigzag
+from explain_cases import CLOSE, LAYOUT, S, chain_of, stages
+from helpers import (
+    CLIP,
+    EXACT,
+    ROOT,
+    Batch,
+    loop_entropy,
+    loop_log_probs,
+    names_forgotten,
+    random_batch,
+    run_loss,
+    with_gradient,
+    zigzag,
+)
 from host_cases import HostCase
 from host_cases import truth as truth_of_dense_step
 from host_ranks import run_cases
@@ -25,19 +42,29 @@ from torch import Tensor
 from trainer_cases import metrics_of, run_loop
 
 from megatron_rl import register_correction, register_kl_estimator
-from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
+from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
-from megatron_rl.declare import LossValue, clip_of, evaluate, get_policy_loss, register_policy_loss
+from megatron_rl.count import StepTotals
+from megatron_rl.declare import LossValue, evaluate, get_policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl
+from megatron_rl.hosts.args import read_launch
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.policy_loss import importance_correction, linear_policy_loss, policy_loss
+from megatron_rl.policy_loss import importance_correction, policy_loss
 from megatron_rl.policy_loss.api import loss_of_log_probs
+from megatron_rl.testing import oracle
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.validation import Settings, find_problems
+from megatron_rl.validation.weight_words import samples_of_mean_1
+from megatron_rl.weights import get_loss_aggregation, register_loss_aggregation, sample_token_weights
 
 pytestmark = pytest.mark.usefixtures("own_losses")
+NAMES = ("sums", "of_groups", "square_root", "odd", "of_the_call")
+SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD, OF_THE_CALL = (f"own_losses.{name}" for name in NAMES)
 BATCH = random_batch([5, 1, 9, 3], seed=4)
 ROLLOUT = BATCH.old_log_probs + 0.1 * torch.sin(torch.arange(len(BATCH.labels), dtype=torch.float64))
 ROLLOUT = torch.where(BATCH.loss_mask, ROLLOUT, math.nan)  # what is masked may be anything
@@ -144,15 +171,21 @@ def test_beyond_the_bound_a_derivative_by_the_log_probability_stays():
     torch.testing.assert_close(found.derivative, -2 * x.exp() * torch.tensor([1.0, -2.0, -2.0, -2.0, 1.0]).double(), **EXACT)
 
 
-ranks = pool_of(2, use_megatron=False)
+@pytest.fixture(scope="module")
+def pool():
+    import own_losses
+
+    with names_forgotten():
+        own_losses.declare()  # and its ranks know them
+        with RankPool(2) as ranks:
+            yield ranks
+
+
 WIDE = replace(BATCH, logits=torch.nn.functional.pad(BATCH.logits, (0, 1), value=-1.0))  # for two shards of equal size
 
 
 def on_a_rank(rank: int):
     """Of cp ranks, the second one without a token of the sample of one token; and of tp ranks, whose entropy needs both shards."""
-    import own_losses
-
-    own_losses.declare()
     positions = [zigzag(document, rank, 2) for document in BATCH.documents]
     flat = [t for document in positions for t in document]
     part = BATCH.take(positions)
@@ -167,9 +200,10 @@ def on_a_rank(rank: int):
     return flat, found
 
 
-def test_a_loss_is_its_function_over_ranks(ranks):
+@pytest.mark.megatron
+def test_a_loss_is_its_function_over_ranks(pool):
     """FB-109: the means, counts and entropies of whole samples, and the gradient through them, of each rank's own tokens."""
-    answers = ranks.run(on_a_rank)
+    answers = pool.run(on_a_rank, world_size=2)
     for name in OWN:
         loss, gradient = by_its_function(name, BATCH)
         of_wide, gradient_of_wide = by_its_function(name, WIDE)
@@ -182,27 +216,12 @@ def test_a_loss_is_its_function_over_ranks(ranks):
 
 # What it cannot take
 
-SAMPLED = {"rollout_log_probs": ROLLOUT}
-COUNTS = torch.tensor([int(BATCH.loss_mask[document].sum()) for document in BATCH.documents])
-REFUSED = [
-    ("own_truncated", {}, r"'own_truncated' needs rollout_log_probs \[T\]"),
-    ("own_truncated", {**SAMPLED, "loss_parameters": {"ratio_cap": 0.5}}, r"ratio_cap=0.5 .* \[1, inf\)"),
-    ("own_truncated", {**SAMPLED, "loss_parameters": {"scale": 2.5}}, r"scale=2.5 .* \[0, 2\]"),
-    ("own_truncated", {**SAMPLED, "loss_parameters": {"scale": "1"}}, "scale='1'"),
-    ("own_truncated", {**SAMPLED, "loss_parameters": {"cap": 1.0}}, "no parameter 'cap': its parameters are ratio_cap, scale"),
-    ("cispo", {"loss_parameters": {"cap": 1.0}}, "'cispo' has no parameter 'cap': it has no parameters"),
-    ("own_truncated", {**SAMPLED, "clip_ratio_low": 0.1}, "clip_ratio_low=0.1: policy loss 'own_truncated' has no clip"),
-    ("own_heeding", {"token_counts": COUNTS + 1}, "token_counts says"),  # read before the reduction that checks them
-    # The same gap would be corrected twice.
-    ("own_anchored", {**SAMPLED, "correction": CorrectionSettings(kind="tis")}, "own_anchored.*counted twice"),
-]
 
-
-@pytest.mark.parametrize(("name", "options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_a_loss_cannot_take_is_refused_by_name(name, options, message):
-    for call, operands in ((policy_loss, (BATCH.logits,)), (linear_policy_loss, (BATCH.logits, torch.eye(11).double()))):
-        with pytest.raises((ConfigError, DataError), match=message):
-            call(name, *operands, *BATCH.arguments(), **options)
+def test_counts_that_a_loss_reads_are_judged_before_it():
+    """The reduction that checks them comes later."""
+    counts = torch.tensor([1 + int(BATCH.loss_mask[document].sum()) for document in BATCH.documents])
+    with pytest.raises(DataError, match="token_counts says"):
+        policy_loss("own_heeding", BATCH.logits, *BATCH.arguments(), token_counts=counts)
 
 
 def test_who_has_no_logits_refuses_a_loss_of_entropies():
@@ -212,13 +231,37 @@ def test_who_has_no_logits_refuses_a_loss_of_entropies():
         nemo_rl.OFFER.choose("own_losses.heeding.sample_mean")
 
 
-def test_trainers_that_hand_over_rows_ask_a_function_of_ones_own_too():
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"megatron_rl": "own_centred.sample_mean"}, "policy_loss=own_centred depends at one token on the others"),
+        (
+            {"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": "own_centred_kl"},
+            "kl_estimator=own_centred_kl depends at one token on the others",
+        ),
+        ({"megatron_rl": f"grpo.{OF_THE_CALL}"}, "own_of_the_call depends at one sample on the others"),
+    ],
+)
+def test_trainers_that_hand_over_rows_ask_a_function_of_ones_own_too(settings, said):
     """Of verl, NeMo-RL, ROLL and SkyRL, whose settings no launch rule judges, NeMo-RL: all have one reader."""
-    kl = {"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": "own_centred_kl"}
     nemo_rl.read(master_config({"megatron_rl": "own_reinforce.sample_mean"}))
-    for settings, named in (({"megatron_rl": "own_centred.sample_mean"}, "policy_loss"), (kl, "kl_estimator")):
-        with pytest.raises(ConfigError, match=f"{named}=own_centred.* depends at one token on the others"):
-            nemo_rl.read(master_config(settings))
+    with pytest.raises(ConfigError, match=said):
+        nemo_rl.read(master_config({"reference_policy_kl_penalty": 0, **settings}))
+
+
+def test_a_name_of_two_halves_may_have_dots_in_each():
+    loss = "megatron_rl.losses.gspo.gspo"
+    halves = {f"gspo.{SAMPLE_SUM}": ("gspo", SAMPLE_SUM), f"{loss}.token_mean": (loss, "token_mean")}
+    halves |= {f"{loss}.{SAMPLE_SUM}": (loss, SAMPLE_SUM), "gspo.prompt_mean": ("gspo", "prompt_mean")}
+    assert {name: nemo_rl.OFFER.choose(name) for name in halves} == halves
+    for name, message in {
+        f"gspo.{OF_GROUPS}": "does not hand over what own_of_groups needs",
+        "gspo.own_losses.nothing": "own_losses",
+        "gspoo.token_mean": "gspoo.token_mean does not name a loss and an aggregation",
+        "gspo": "gspo does not name a loss and an aggregation",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            nemo_rl.OFFER.choose(name)
 
 
 # Estimators and corrections
@@ -257,65 +300,40 @@ def test_a_correction_of_ones_own_weighs_tokens_and_samples():
     assert found == pytest.approx([1 / 16, 1 / 8, 2.0], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("value_of", "message"),
-    [
-        (lambda x, reference: x.log(), "not finite, in what policy loss grpo or KL estimator own returns for finite inputs"),
-        (lambda x, reference: (x - reference)[:, None], r"KL estimator 'own' returned \(18, 1\) torch.float64 as its value"),
-    ],
-)
-def test_a_wrong_value_of_an_estimator_stops_a_loss(value_of, message):
-    """What is not finite is told after the one reduction, on each rank."""
-    register_kl_estimator("own")(lambda log_probs, ref_log_probs: value_of(log_probs, ref_log_probs))
+def test_what_is_not_finite_is_named_and_not_the_labels():
+    """After the one reduction, on each rank."""
+    register_kl_estimator("own")(lambda log_probs, ref_log_probs: log_probs.log())
     options = {"kl_coefficient": 0.5, "ref_log_probs": BATCH.old_log_probs, "regularizer_weights": torch.ones(4)}
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="in what policy loss grpo or KL estimator own returns for finite inputs"):
         run_loss(front_door("grpo"), BATCH, kl_estimator="own", **options, **CLIP)
-
-
-def test_a_loss_of_ones_own_that_is_not_finite_is_named_and_not_the_labels():
     register_policy_loss("divided")(lambda log_ratio, advantages: -advantages * log_ratio / 0.0)
     with pytest.raises(DataError, match="in what policy loss divided returns for finite inputs.* write bounded_exp") as error:
         run_loss(front_door("divided"), BATCH)
     assert "label" not in str(error.value)
 
 
-# By flags, in train and in a host
+# In train and in hosts
 
 
-def config_of(*argv: str):
-    parser = add_megatron_rl_args(ArgumentParser(allow_abbrev=False))
-    return validate_megatron_rl_args(parser.parse_args(argv), Route.TRAIN)
+def config_of(name: str) -> PolicyLossConfig:
+    return PolicyLossConfig(policy_loss=name, clip_ratio_high=0.001, samples_per_prompt=4)
 
 
-def test_a_launch_line_names_the_loss_its_parameters_and_its_clip():
-    config = config_of("--policy-loss", "own_losses.truncated", "--scale", "0.5", "--ratio-cap=3")
-    assert config.loss_parameters == {"scale": 0.5, "ratio_cap": 3.0}
-    assert clip_of(config) is None
-    assert config_of("--policy-loss", "own_losses.truncated").loss_parameters == {}
-    assert get_policy_loss("own_losses.truncated") is get_policy_loss("own_truncated")
-
-
-def train_and_host_step(rank: int, folder: Path, config, builtin, case: HostCase):
+def train_and_host_step(rank: int, folder: Path, case: HostCase):
     found = []
-    for name, settings in (("own", config), ("built-in", builtin)):
-        options = {"num_rollouts": 2, "lr": 1e-2}
-        _, weights = run_loop(folder / name, settings, options)
-        found.append((weights, metrics_of(folder / name)))
+    for name in ("own_losses.own_cispo", "cispo"):
+        _, weights = run_loop(folder / name, config_of(name), {"num_rollouts": 2, "lr": 1e-2})
+        found.append(([weight[-1] for weight in weights.values()], metrics_of(folder / name)))
     return found, run_cases(rank, {}, [case])[0]
 
 
 @pytest.mark.megatron
-def test_cispo_in_a_file_of_ones_own_trains_in_train_and_in_an_emulated_host(tmp_path):
+def test_cispo_in_a_file_of_ones_own_trains_in_train_and_in_an_emulated_host(pool, tmp_path):
     """In train as the built-in one, bit for bit; in the host the step of dense logits by the reference."""
-    name, flags = "own_losses.own_cispo", ("--clip-ratio-high", "0.001", "--samples-per-prompt", "4")
-    ours, builtin = (config_of("--policy-loss", loss, *flags) for loss in (name, "cispo"))
-    assert clip_of(config_of("--policy-loss", name)) == (1.0, 0.28)
-    case = HostCase("slime", "custom_loss", "sample_mean", options=(("policy_loss", name),), size=2)
-    with RankPool(1) as pool:
-        ((own, host),) = pool.run(train_and_host_step, tmp_path, ours, builtin, case)
-    for parameter, weight in own[0][0].items():
-        assert torch.equal(weight[-1], own[1][0][parameter][-1]), parameter
-    assert own[0][1] == own[1][1] and any(row["policy/clipped_ratio_fraction"] > 0 for row in own[0][1])
+    case = HostCase("slime", "custom_loss", "sample_mean", options=(("policy_loss", "own_losses.own_cispo"),), size=2)
+    [((own, builtin), host)] = pool.run(train_and_host_step, tmp_path, case, world_size=1)
+    assert all(map(torch.equal, own[0], builtin[0]))
+    assert own[1] == builtin[1] and any(row["policy/clipped_ratio_fraction"] > 0 for row in own[1])
     assert not isinstance(host, str), host
     _, gradient = truth_of_dense_step(case.aggregation, "cispo", case.has_masked_sample)
     assert float((host.gradient - gradient).abs().max() / gradient.abs().max()) < 1e-6
@@ -336,3 +354,127 @@ def test_the_command_finds_a_module_in_the_folder_where_it_is_typed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# Aggregations
+
+# Step S: N = 4, P = 2, T = 7, m = (2, 4, 1, 0), M_g = (6, 6, 1, 1).
+WEIGHTS = {
+    SAMPLE_SUM: [1 / 4, 1 / 4, 1 / 4, 0],
+    OF_GROUPS: [2 / 24, 4 / 24, 1 / 4, 0],
+    SQUARE_ROOT: [1 / (4 * 2**0.5), 1 / 8, 1 / 4, 0],
+    ODD: [1 / 48, 1 / 56, 1 / 44, 0],
+}
+FORMULAS = {SAMPLE_SUM: "1/N", OF_GROUPS: "m_i/(N M_g)", SQUARE_ROOT: "1/(N m_i^0.5)", ODD: "w_i"}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_its_weights_by_hand(name):
+    counts, prompts = torch.tensor([2, 4, 1, 0]), torch.tensor([6, 6, 1, 1])
+    weights = sample_token_weights(name, counts, StepTotals(4, 2, 7), prompt_token_counts=prompts)
+    assert weights.tolist() == pytest.approx(WEIGHTS[name], **CLOSE)
+    assert find_problems(Settings(config=PolicyLossConfig(loss_aggregation=name))) == []
+
+
+LAUNCHES = [
+    ("train", "", {name: "" for name in WEIGHTS}),
+    ("megatron_lm", "", {name: "" for name in WEIGHTS}),
+    ("verl", "", {SAMPLE_SUM: ""}),  # it hands over rows
+    # With the reward hook, where it is needed.
+    ("miles", "reducer", {SAMPLE_SUM: "1", SQUARE_ROOT: "1/m_i^0.5", OF_GROUPS: "m_i^2/M_g", ODD: "N w_i m_i"}),
+    ("miles", "custom_loss", {SAMPLE_SUM: "1", SQUARE_ROOT: "1/m_i^0.5", OF_GROUPS: "m_i^2/M_g", ODD: "N w_i m_i"}),
+]
+
+
+@pytest.mark.parametrize(("host", "route", "factors"), LAUNCHES)
+def test_explain_shows_it_along_the_chain(host, route, factors):
+    arguments = [*S[:6], "--host", host, *LAYOUT * (host != "verl"), *["--policy-loss", "grpo"] * (route == "custom_loss")]
+    for name, factor in factors.items():
+        chain = chain_of(*arguments, "--loss-aggregation", name)
+        assert chain["net"] == FORMULAS[name] or name == ODD
+        assert not route or stages(chain)["reward hook" if name in (OF_GROUPS, ODD) else route] == factor
+        assert host != "train" or chain["net_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
+
+
+REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
+REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process"}
+
+
+def test_the_start_line_states_the_records_formula():
+    """And what it does not know. tests/test_init_hook.py has the built-in ones."""
+    launch = check_launch(Namespace(loss_aggregation=SAMPLE_SUM, **REDUCER, global_batch_size=256))
+    assert weight_of_a_token(launch) == "1/N = 1/256 = 0.003906"
+    said = [shift_in_words(launch.config, coefficients) for coefficients in ((0.1, 0.1), (0.0, 0.1), (0.0, 0.0))]
+    ends = ["; KL and entropy x 1/m beside it", "; entropy x 1/m beside it", ""]
+    assert all(line.endswith(f"Adam hides it, clipping does not{end}") for line, end in zip(said, ends, strict=True)), said
+    unknown = "not stated: own_odd declares no formula"
+    assert weight_of_a_token(read_launch(Namespace(loss_aggregation=ODD, **REDUCER, **REWARD))) == unknown
+    assert shift_in_words(PolicyLossConfig(loss_aggregation=ODD)) == f"weights against sample_mean {unknown}"
+    assert "sample_mean x m_i^2/M_g for sample i" in shift_in_words(PolicyLossConfig(loss_aggregation=OF_GROUPS))
+
+
+def test_a_host_that_gives_too_little_refuses_it_by_name():
+    def problem_of(name, **others) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_launch(Namespace(loss_aggregation=name, **REDUCER, **others))
+        (problem,) = caught.value.problems
+        return problem
+
+    assert problem_of(OF_GROUPS).startswith(f"--loss-aggregation {OF_GROUPS} needs prompt_token_counts: ")
+    assert "it declares no formula, so what the host's division by N leaves of its weight is not known" in problem_of(ODD)
+    several = {"custom_generate_function_path": "my.generate"}
+    assert "may return several samples for one rollout" in problem_of(SQUARE_ROOT, **several)
+    check_launch(Namespace(loss_aggregation=SAMPLE_SUM, **REDUCER, **several))
+    assert "does not go with calculate_per_token_loss=True" in problem_of(SAMPLE_SUM, calculate_per_token_loss=True)
+    for formula, missing in (("1 / (N T)", "num_tokens"), ("1 / N^2", "num_samples"), ("1 / m_i", "num_samples")):
+        register_loss_aggregation(f"of {formula}", formula=formula)
+        assert problem_of(f"of {formula}").startswith(f"--loss-aggregation of {formula} needs {missing}")
+
+
+def test_what_a_record_says_of_its_weights():
+    """Whether they depend on the tokens of other samples, and over which samples a strength has the mean 1."""
+    names = ("sample_mean", "constant", "prompt_mean", "token_mean", ODD)
+    records = [get_loss_aggregation(name) for name in names]
+    assert [record.counts_other_samples for record in records] == [False, False, True, True, True]
+    assert [samples_of_mean_1(record) for record in records] == [None, None, "its prompt's samples", "the step's samples", None]
+
+
+def test_launch_config_adds_the_hook_where_the_record_asks_for_it():
+    def has_hook(name):
+        args = Namespace(output="-", route=Route.REDUCER, calculate_per_token_loss=False)
+        return "reward_post_process" in " ".join(launch_lines(args, PolicyLossConfig(loss_aggregation=name)))
+
+    assert [has_hook(name) for name in WEIGHTS] == [False, True, False, True]
+
+
+# In the emulated hosts. R counts rollouts and Mj a rollout's tokens, as the hosts do.
+BY_HAND = {
+    SAMPLE_SUM: lambda n: 1 / n.R,
+    OF_GROUPS: lambda n: n.Mj / (n.R * n.M),
+    SQUARE_ROOT: lambda n: 1 / (n.R * n.Mj**0.5),
+    ODD: lambda n: 1 / (n.R * (n.Mj + 10)),
+}
+# Small micro-batches; one sample a rollout, or several where the part of ours sees rollouts. Without the hook slime normalises the
+# rewards of segments in another way.
+IN_HOSTS = [
+    HostCase("miles", "reducer", SAMPLE_SUM, size=5, segments=True),
+    HostCase("slime", "reducer", SQUARE_ROOT, "gspo", size=5),
+    HostCase("miles", "custom_loss", SQUARE_ROOT, size=5, segments=True),
+    HostCase("slime", "custom_loss", SAMPLE_SUM, "gspo", size=5),
+    HostCase("miles", "default", OF_GROUPS, "gspo", "reward", size=5, segments=True),
+    HostCase("slime", "default", SQUARE_ROOT, "grpo", "reward", size=5),
+    HostCase("slime", "reducer", ODD, "gspo", "reward", size=5, segments=True),
+    HostCase("miles", "reducer", OF_GROUPS, "grpo", "reward", size=5),
+    HostCase("slime", "custom_loss", OF_GROUPS, "gspo", "reward", size=5, segments=True),
+    HostCase("miles", "custom_loss", ODD, "grpo", "reward", size=5),
+]
+
+
+@pytest.mark.megatron
+def test_it_is_trained_in_the_emulated_hosts(pool):
+    for case, result in zip(IN_HOSTS, pool.run(run_cases, {}, IN_HOSTS, world_size=1)[0], strict=True):
+        assert not isinstance(result, str), f"{case}:\n{result}"
+        with mock.patch.dict(oracle.AGGREGATIONS, BY_HAND):
+            _, wanted = case.truth()
+        error = float((result.gradient - wanted).abs().max() / wanted.abs().max())
+        assert error <= 1e-6, f"{case}: {error:.2e}"
