@@ -56,7 +56,7 @@ JUDGES = {
     "ops/fp32_head.py": "head_gradients",
     "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook hooks",
     "hosts/batch.py": "custom_loss carrier",
-    "hosts/heads/": "host_log_probs log_probs_of_aligner carried_rows roll_head carrier placed_head",
+    "hosts/heads/": "host_log_probs log_probs_in_workers carried_rows roll_head carrier placed_head",
     "hosts/heads/carrie": "carrier placed_head",
     "hosts/heads/carried_rows.py": "carried_rows roll_head",
     "hosts/heads/placed_rows.py": "carried_rows roll_head skyrl",

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from inspect import signature
 
+import refused_hosts
 import torch
 from helpers import CLIP, S_PROMPTS, names_forgotten, s_masks
 from torch import Tensor
@@ -329,7 +330,7 @@ REFUSED: dict[Callable, list[dict]] = {
         {"sequence_delta": -0.1},
         {"sequence_delta": 0.1, "log_probs": None},
     ],
-}
+} | refused_hosts.REFUSED
 
 
 # Launches

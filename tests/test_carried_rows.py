@@ -1,22 +1,21 @@
 """Hidden states in the place of logits in verl and NeMo-RL: several temperatures, MTP's loss, shards, and what is refused.
 
-tests/test_verl_engines.py and tests/test_log_probs_of_aligner.py run the hosts' own code with them.
+tests/test_verl_engines.py and tests/test_log_probs_in_workers.py run the hosts' own code with them, test_roll_head.py has ROLL's.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from functools import partial
 from types import ModuleType, SimpleNamespace
 
-import own_log_probs
 import pytest
 import torch
 from forked import in_fork
 from linear_cases import relative
+from own_log_probs import with_ours
 from test_forward_step import SeenShapes
-from test_host_log_probs import HIDDEN, LIMIT, VOCABULARY, nemo_rl_with_ours
+from test_host_log_probs import HIDDEN, LIMIT, SMALL, VOCABULARY, model_utils
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -32,9 +31,6 @@ from megatron_rl.testing.ranks import run_ranks
 ROWS, WIDTH, MTP_FACTOR = 3, 8, 0.7
 TEMPERATURES = (0.7, 1.3, 0.7)
 SETTING = "actor_rollout_ref.model.use_fused_kernels=True"
-ENGINE = "verl.workers.engine.megatron.transformer_impl"
-# Three rows of float32 logits in a chunk.
-SMALL = 3 * VOCABULARY * 4
 
 
 class Body(nn.Module):
@@ -90,73 +86,65 @@ def batch_of_verl():
     return {"input_ids": tokens, "temperature": torch.tensor(TEMPERATURES)}, factors
 
 
-def engine_of(modules: dict[str, ModuleType], model: Body, *, is_fused: bool):
+def engine_of(model: Body, *, is_fused: bool, is_value_model: bool = False):
     """verl's engine of this model, as its worker makes it."""
     settings = SimpleNamespace(use_fused_kernels=is_fused, entropy_from_logits_with_chunking=False)
     has_mtp = bool(model.config.mtp_num_layers)
-    made = vars(modules[ENGINE])["MegatronEngineWithLMHead"](
-        engine_config=settings, is_value_model=False, module=[model], has_mtp=has_mtp
-    )
+    engine = with_ours("verl")["verl.workers.engine.megatron.transformer_impl"].MegatronEngineWithLMHead
+    made = engine(engine_config=settings, is_value_model=is_value_model, module=[model], has_mtp=has_mtp)
     made.initialize()
     return made
 
 
-def step_of(engine, model: Body):
-    """Log-probabilities, entropies, and the gradient of each parameter."""
-    batch, (c, e) = batch_of_verl()
-    found = engine.forward_step(batch, calculate_entropy=True)
-    ((c * found["log_probs"]).sum() + (e * found["entropy"]).sum()).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: value.detach()[:, :-1] for name, value in found.items()}, gradients
-
-
-def steps_on_a_rank(rank: int, *, has_mtp: bool, is_sequence_parallel: bool):
-    """By verl's path of logits, without a head of ours; by ours; and the most rows of a tensor as wide as the logits."""
-    modules, found = own_log_probs.verl_modules(), {}
-    if not is_sequence_parallel:
-        model = Body(has_mtp=has_mtp)
-        found["theirs"] = step_of(engine_of(modules, model, is_fused=False), model)
-    importlib.import_module("megatron_rl.hosts.heads.verl")
+def step_of(*, is_fused: bool, **options):
+    """Log-probabilities and entropies; the gradient of each parameter; the most rows of a tensor as wide as the logits."""
+    model, (batch, (c, e)) = Body(**options), batch_of_verl()
+    engine = engine_of(model, is_fused=is_fused)
     log_probs.MAX_LOGITS_BYTES = SMALL
-    model = Body(has_mtp=has_mtp, is_sequence_parallel=is_sequence_parallel)
-    engine = engine_of(modules, model, is_fused=True)
     with SeenShapes() as seen:
-        found["ours"] = step_of(engine, model)
+        found = engine.forward_step(batch, calculate_entropy=True)
+        ((c * found["log_probs"]).sum() + (e * found["entropy"]).sum()).backward()
     columns = model.output_layer.weight.shape[0]
-    found["rows"] = max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
-    return found
+    rows = max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: value.detach()[:, :-1] for name, value in found.items()}, gradients, rows
+
+
+def steps_on_a_rank(rank: int, *options: dict):
+    return [step_of(**each) for each in options]
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("has_mtp", [False, True], ids=["", "MTP"])
 def test_verls_step_of_two_temperatures_is_that_of_its_logits(has_mtp):
     """verl refuses its fused head for such a batch, and turns it off for MTP. The loss of MTP has its own weight in both."""
-    [found] = run_ranks(partial(steps_on_a_rank, has_mtp=has_mtp, is_sequence_parallel=False), 1)
-    for theirs, ours in zip(found["theirs"], found["ours"], strict=True):
+    options = [{"is_fused": is_fused, "has_mtp": has_mtp} for is_fused in (False, True)]
+    [(by_logits, by_head)] = run_ranks(steps_on_a_rank, 1, *options)
+    for theirs, ours in zip(by_logits[:2], by_head[:2], strict=True):
         assert theirs.keys() == ours.keys()
         for name, value in theirs.items():
             has_gradient = has_mtp or not name.startswith("mtp")
             assert (value is not None) == (ours[name] is not None) == has_gradient, name
             assert value is None or relative(ours[name], value) < LIMIT, name
     # MTP's own logits are made, of all rows. Else a chunk of three rows, or the weight's columns.
-    assert found["rows"] == (ROWS * WIDTH if has_mtp else HIDDEN)
+    assert by_head[2] == (ROWS * WIDTH if has_mtp else HIDDEN)
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("is_sequence_parallel", [True], ids=["SP"])
-def test_two_tensor_parallel_ranks_have_the_step_of_one(is_sequence_parallel):
-    one = run_ranks(partial(steps_on_a_rank, has_mtp=True, is_sequence_parallel=False), 1)[0]["ours"]
-    work = partial(steps_on_a_rank, has_mtp=True, is_sequence_parallel=is_sequence_parallel)
-    first, second = (found["ours"] for found in run_ranks(work, 2, tensor_model_parallel_size=2))
-    for name, value in one[0].items():
-        assert torch.equal(first[0][name], second[0][name]) and relative(first[0][name], value) < LIMIT, name
-    for name, gradient in one[1].items():
+def test_two_tensor_parallel_ranks_have_the_step_of_one():
+    options = {"is_fused": True, "has_mtp": True}
+    [(values, gradients, _)] = run_ranks(steps_on_a_rank, 1, options)[0]
+    two = run_ranks(steps_on_a_rank, 2, options | {"is_sequence_parallel": True}, tensor_model_parallel_size=2)
+    [(first, of_first, _)], [(second, of_second, _)] = two
+    for name, value in values.items():
+        assert torch.equal(first[name], second[name]) and relative(first[name], value) < LIMIT, name
+    for name, gradient in gradients.items():
         if name == "output_layer.weight":
-            mine = torch.cat([first[1][name], second[1][name]])
+            mine = torch.cat([of_first[name], of_second[name]])
         elif name.startswith("mtp"):  # of this rank's positions
-            mine = first[1][name] + second[1][name]
+            mine = of_first[name] + of_second[name]
         else:
-            mine = first[1][name]
+            mine = of_first[name]
         assert relative(mine, gradient) < LIMIT, name
 
 
@@ -186,17 +174,10 @@ def test_a_row_has_the_numbers_that_it_has_alone_whatever_temperatures_are_besid
         assert torch.equal(leaf.grad[rows], alone.grad)
 
 
-def test_several_temperatures_by_hand():
-    """Logits 0 and ln 2. At temperature 1 the second of two has probability 2/3, at temperature 1/2 it is 4/5."""
-    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(2)]])
-    labels = torch.tensor([1, 1])
-    temperature = torch.tensor([1.0, 0.5])
-    found, _ = log_probs.log_probs_of_hidden(hidden, weight, labels, SINGLE, temperature=temperature, reduces_hidden=True)
-    assert found.exp().tolist() == pytest.approx([2 / 3, 4 / 5], rel=1e-6)
-    nothing = log_probs.log_probs_of_hidden(
-        hidden[:0], weight, labels[:0], SINGLE, temperature=temperature[:0], reduces_hidden=True
-    )
-    assert [values.shape for values in nothing] == [(0,), (0,)]
+def test_nothing_is_measured_of_no_rows():
+    hidden, weight, labels, temperature = head(rows=0)
+    found = log_probs.log_probs_of_hidden(hidden, weight, labels, SINGLE, temperature=temperature[:0], reduces_hidden=True)
+    assert [values.shape for values in found] == [(0,), (0,)]
 
 
 def sharded_on_a_rank(rank: int):
@@ -225,13 +206,9 @@ def test_a_head_that_fsdp2_shards_has_the_mean_of_the_ranks_gradients():
 
 def test_verls_fsdp_engine_gives_its_fused_forward_the_temperature_of_each_row():
     def work():
-        modules = own_log_probs.verl_modules()
-        engine = modules["verl.workers.engine.fsdp.transformer_impl"].FSDPEngineWithLMHead()
+        engine = with_ours("verl")["verl.workers.engine.fsdp.transformer_impl"].FSDPEngineWithLMHead()
         batch, _ = batch_of_verl()
         fused = batch | {"use_fused_kernels": True}
-        with pytest.raises(AssertionError, match="does not support per sample temperature"):
-            engine.forward_step(fused)
-        importlib.import_module("megatron_rl.hosts.heads.verl")
         inputs, kept = engine.forward_step(fused)
         assert inputs["temperature"].tolist() == pytest.approx([one for one in TEMPERATURES for _ in range(WIDTH)])
         assert inputs["return_dict"] and torch.equal(inputs["shift_labels"][0], kept["input_ids_rmpad_rolled"])
@@ -259,7 +236,7 @@ def test_what_nemo_rl_does_between_model_and_loss_is_that_of_logits(chunk_size):
     """A division by the temperature, a sequence cut out, a dimension off and on, a cast; then NeMo-RL's own function."""
 
     def work():
-        module = nemo_rl_with_ours()
+        module = model_utils("NeMo-RL")
         hidden, weight, labels, _ = head()
         tokens = labels.view(1, -1)
         found = {}
@@ -331,17 +308,13 @@ def test_a_cast_to_another_type_is_a_copy_that_has_its_own_temperature():
 
 
 def refused_on_a_rank(rank: int):
-    modules = own_log_probs.verl_modules()
-    importlib.import_module("megatron_rl.hosts.heads.verl")
-    model = Body()
-    engine = engine_of(modules, model, is_fused=True)
-    batch, _ = batch_of_verl()
+    engine, (batch, _) = engine_of(Body(), is_fused=True), batch_of_verl()
     with pytest.raises(ConfigError, match=f"{SETTING}: calculate_sum_pi_squared reads logits, and none are made"):
         engine.forward_step(batch, calculate_sum_pi_squared=True)
     # A loss of MTP that trains the head, as Megatron-Core's own: its call cannot be told from the main one.
     model = Body(has_mtp=True)
     model.detaches_head = False
-    engine = engine_of(modules, model, is_fused=True)
+    engine = engine_of(model, is_fused=True)
     with pytest.raises(ConfigError, match=r"cross_entropy.py:\d+ asks for `.*` of the model's output"):
         engine.forward_step(batch)
     with pytest.raises(
@@ -349,10 +322,9 @@ def refused_on_a_rank(rank: int):
     ):
         place_rows([Body(has_mtp=True)], "a.setting=true")
     # A value model stays verl's.
-    made = engine_of(modules, model, is_fused=False)
-    made.is_value_model, made.engine_config.use_fused_kernels = True, True
-    made.initialize()
-    assert not made.engine_config.use_fused_kernels
+    value_model = Body()
+    engine_of(value_model, is_fused=True, is_value_model=True)
+    assert "forward" not in vars(value_model.output_layer)
 
 
 @pytest.mark.megatron

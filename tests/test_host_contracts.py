@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.hosts import ADAPTER_NAMES
+from megatron_rl.hosts.heads.nemo_rl import OWN_WORKER
 
 _MERGED = """        for k, v in data.items():
             if hasattr(args, k):
@@ -100,7 +101,10 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
         "verl/trainer/config/actor/actor.yaml": ("_target_: verl.workers.config.PolicyLossConfig",),
     },
     "nemo_rl": {
-        "nemo_rl/models/megatron/setup.py": ("model_cfg.calculate_per_token_loss = True", "average_in_collective=False"),
+        "nemo_rl/models/megatron/setup.py": (
+            *("model_cfg.calculate_per_token_loss = True", "average_in_collective=False"),
+            'config["megatron_cfg"].get("use_fused_linear_logprobs", False)',
+        ),
         "nemo_rl/models/megatron/train.py": ("return loss / cp_size, metrics", "return loss * num_microbatches / cp_size, metrics"),
         "nemo_rl/models/megatron/data.py": (
             'local_valid_seqs = torch.sum(batch["sample_mask"])',
@@ -114,6 +118,18 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "loss_fn = ClippedPGLossFn(",
             "adv_estimator = _create_advantage_estimator(master_config)",
             "mask = token_mask * sample_mask.unsqueeze(-1)",
+            "policy_factory: Optional[Callable",
+        ),
+        # Workers of another class, as we ask. Our head is placed in the model that their __init__ leaves.
+        "nemo_rl/models/policy/lm_policy.py": (
+            "worker_extension_cls_fqn: Optional[str] = None,",
+            "worker_builder_cls_fqn = worker_extension_cls_fqn",
+        ),
+        "nemo_rl/distributed/ray_actor_environment_registry.py": (f'"{OWN_WORKER}": ',),
+        "nemo_rl/models/policy/workers/megatron_policy_worker.py": (
+            "self.model = model_and_optimizer_state.model",
+            "class MegatronPolicyWorkerImpl(",
+            'get_runtime_env_for_policy_worker("megatron_policy_worker")',
         ),
     },
     "roll": {
@@ -157,6 +173,9 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "grad_input[local_indices[local_rank_mask]] = grad_output[local_rank_mask]",
         ),
         "skyrl/backends/skyrl_train/workers/worker_utils.py": ("bin_capacity=self._max_tokens_per_microbatch",),
+        # Workers ask for their loss before they compute.
+        "skyrl/backends/skyrl_train/workers/worker.py": ("PolicyLossRegistry.get(self.cfg.algorithm.policy_loss_type)",),
+        "skyrl/backends/skyrl_train/utils/ppo_utils.py": ("cls.sync_with_actor()", "func = cloudpickle.loads(func_serialized)"),
         "skyrl/train/trainer.py": ("apply_loss_reduction_to_advantages_minibatch(",),
         "skyrl/train/entrypoints/main_base.py": (
             'if arg.startswith("trainer.override_entrypoint="):',

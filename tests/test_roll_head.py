@@ -1,4 +1,4 @@
-"""Our log-probabilities and fused head in ROLL: a step without logits, mcore_adapter's hook, our worker with ROLL's own loss.
+"""Our fused head in ROLL: a step without logits, old log-probabilities, and mcore_adapter's hook.
 
 ROLL_ROOT=... pytest -m host --require host tests/test_roll_head.py
 """
@@ -16,174 +16,23 @@ from types import SimpleNamespace
 
 import own_log_probs
 import pytest
-import roll_cases
 import roll_cases as cases
 import torch
 from dense_row_cases import VOCABULARY
-from forked import in_fork
-from helpers import error_of
 from host_checkouts import ROLL
 from linear_cases import relative
 from roll_cases import Case, Data
 from test_carried_rows import Body
 from test_forward_step import SeenShapes
-from test_host_log_probs import HIDDEN, before_and_after, nearly_equal, roll_with_ours, rows
-from test_roll import roll_forward_step, started_with
+from test_host_log_probs import HIDDEN
+from test_roll import roll_forward_step
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import roll
-from megatron_rl.hosts.heads import log_probs, placed_rows
+from megatron_rl.hosts.heads import log_probs
 from megatron_rl.hosts.heads.carried_rows import CarriedRows
 from megatron_rl.hosts.heads.roll import place
 from megatron_rl.hosts.roll_loss import RollLoss
 from megatron_rl.testing.ranks import run_ranks
-
-# Log-probabilities
-
-
-def install() -> None:
-    importlib.import_module("megatron_rl.hosts.heads.roll").install("ROLL", roll.PROBED)
-
-
-def in_an_order(rank: int, orders: list[tuple[str, ...]]):
-    """For each order the gradient by the logits of ROLL's strategy with ours, or the error. The logits are no leaf."""
-    logits, labels, _, c, e = rows()
-    strategy, found = roll_with_ours().MegatronInferStrategy(), []
-    for order in orders:
-        leaf = logits.clone().requires_grad_()
-        of_model = (leaf * 1.0)[None]
-        values = {
-            name: strategy.op_compute_log_probs(of_model, labels[None])
-            if name == "log_probs"
-            else strategy.op_compute_entropy(of_model)
-            for name in order
-        }
-        total = sum(((c if name == "log_probs" else e) * value).sum() for name, value in values.items())
-        message = error_of(total.backward)
-        found.append(message or leaf.grad)
-    return found
-
-
-@pytest.mark.megatron
-def test_the_entropy_after_the_log_probabilities_reads_the_logits_before_they_are_written():
-    """As in both losses of ROLL. In the other order backward raises, and gives no wrong number."""
-    orders = [("log_probs", "entropy"), ("entropy", "log_probs"), ("log_probs",), ("entropy",)]
-    [(both, other, *alone)] = run_ranks(in_an_order, 1, orders)
-    torch.testing.assert_close(both, sum(alone), rtol=1e-5, atol=1e-7)
-    assert "modified by an inplace operation" in other
-
-
-def test_a_roll_whose_strategy_calls_another_function_is_refused():
-    def work():
-        modules = own_log_probs.roll_modules()
-        modules["roll.distributed.strategy.megatron_strategy"].MegatronInferStrategy.op_compute_entropy = lambda self, logits: (
-            logits
-        )
-        with pytest.raises(ConfigError, match=r"op_compute_entropy does not call vocab_parallel_entropy any more, .*\.py:\d+"):
-            install()
-
-    in_fork(work)
-
-
-# Our worker
-
-
-@pytest.mark.parametrize(
-    ("variant", "value", "loss", "is_replaced"),
-    [
-        ("gspo.prompt_mean", None, "ours", False),
-        ("gspo.prompt_mean", "megatron_rl", "ours", True),
-        ("ppo", "megatron_rl", "ROLL's", True),
-        (None, "megatron_rl", "ROLL's", True),
-        ("gspo.prompt_mean", "roll", "ours", False),
-    ],
-)
-def test_our_worker_has_our_log_probabilities_with_our_loss_or_rolls(variant, value, loss, is_replaced):
-    def work():
-        modules = own_log_probs.roll_modules()
-        variables = {} if value is None else {"MEGATRON_RL_LOG_PROBS": value}
-        worker = started_with(roll_cases.worker_config(variant, **variables))
-        assert ("ours" if worker.loss is not None else "ROLL's") == loss
-        if worker.loss is None:
-            assert worker.loss_func("data", "logits") == "ROLL's own loss"
-        replaced = modules["mcore_adapter.parallel_functions.vocab_parallel"].vocab_parallel_logprobs
-        assert hasattr(replaced, log_probs.MARK) == is_replaced
-
-    in_fork(work)
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"MEGATRON_RL_LOG_PROBS": "ours"}, "MEGATRON_RL_LOG_PROBS=ours is neither megatron_rl nor roll"),
-        (
-            {"MEGATRON_RL_LOG_PROBS": "megatron_rl", "MEGATRON_RL_KL_ESTIMATOR": "k3"},
-            "MEGATRON_RL_KL_ESTIMATOR has no effect on ROLL's own loss",
-        ),
-    ],
-)
-def test_rolls_setting_is_judged(variables, message):
-    worker = roll_cases.worker_config("ppo", **variables)
-    with pytest.raises(ConfigError, match=message):
-        roll.has_log_probs(worker)
-
-
-def test_another_strategy_than_megatrons_is_refused():
-    """Its workers never load what is replaced."""
-    worker = roll_cases.worker_config("ppo", MEGATRON_RL_LOG_PROBS="megatron_rl")
-    worker.strategy_args.strategy_name = "fsdp2_train"
-    with pytest.raises(ConfigError, match=r"LOG_PROBS=megatron_rl with strategy_name=fsdp2_train: it acts in"):
-        roll.has_log_probs(worker)
-
-
-# ROLL's own code
-
-
-def rolls_own_functions(rank: int, tp: int) -> None:
-    entropies = ROLL.load("roll.third_party.megatron.tensor_parallel")
-    vocab_parallel = roll_file("mcore_adapter.parallel_functions.vocab_parallel")
-    logits, labels, _, c, e = rows()
-
-    def call():
-        found = []
-        for has_entropy in (False, True):
-            leaf = logits.chunk(tp, 1)[rank].clone().requires_grad_()
-            of_model = (leaf * 1.0)[None]
-            values = {}
-            if has_entropy:
-                values["entropy"] = entropies.vocab_parallel_entropy(of_model.clone(), use_fused_kernel=False)
-            values["log_probs"] = vocab_parallel.vocab_parallel_logprobs(of_model, labels[None], use_fused_kernel=False)
-            total = (c * values["log_probs"]).sum()
-            (total + (e * values["entropy"]).sum() if has_entropy else total).backward()
-            found.append((values, [leaf.grad]))
-        return found
-
-    for pair in zip(*before_and_after(call, install), strict=True):
-        nearly_equal(*pair)
-
-
-def roll_file(name: str):
-    """A module of mcore_adapter by its file: its package imports what is stubbed."""
-    path = ROLL.path("mcore_adapter", "src", *name.split(".")).with_suffix(".py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.host("ROLL_ROOT")
-@pytest.mark.megatron
-@pytest.mark.parametrize("tp", [1, 2])
-def test_roll_has_its_own_numbers_by_our_functions(tp):
-    """Its strategy's file, whose callers are checked, is read, not run."""
-    run_ranks(partial(rolls_own_functions, tp=tp), tp, tensor_model_parallel_size=tp)
-    source = ROLL.source("roll/distributed/strategy/megatron_strategy.py")
-    assert "log_probs = vocab_parallel_logprobs(" in source and "entropy = vocab_parallel_entropy(" in source
-
-
-# The head
-
 
 OURS = {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "true", "MEGATRON_RL_LOG_PROBS": "megatron_rl"}
 # Three rows of float32 logits in a chunk of one tensor-parallel rank, six of two.
@@ -275,12 +124,17 @@ def steps_on_a_rank(rank: int, case: Case, is_sequence_parallel: bool, is_rolls:
     ]
 
 
-def check_steps(loss: str, layout: dict, *, is_rolls: bool) -> None:
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("loss", "is_rolls"), [("gspo", False), ("cispo", False), pytest.param("gspo", True, marks=pytest.mark.host("ROLL_ROOT"))]
+)
+def test_a_step_is_that_of_logits_and_makes_none(loss, is_rolls, layout):
+    """tp with sequence parallelism, cp, KL and entropy terms, chunks of a few rows; ROLL's own forward step and hook."""
     case = Case(loss=loss, aggregation="prompt_mean", **layout)
     options = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp, "timeout": 300}
     work = partial(steps_on_a_rank, case=case, is_sequence_parallel=case.tp > 1, is_rolls=is_rolls)
-    answers = run_ranks(work, case.tp * case.cp, **options)
-    for of_logits, of_hidden in answers:
+    for of_logits, of_hidden in run_ranks(work, case.tp * case.cp, **options):
         assert abs(of_hidden[0] - of_logits[0]) < OF_LOSS * max(abs(of_logits[0]), 1)
         for name in ("embedding.weight", "output_layer.weight"):
             assert of_logits[1][name].abs().max() > 1e-3, "a step that trains something"
@@ -289,83 +143,70 @@ def check_steps(loss: str, layout: dict, *, is_rolls: bool) -> None:
         assert of_hidden[2] <= max(HIDDEN, 3 * case.tp) < 16 <= of_logits[2]
 
 
-@pytest.mark.megatron
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("loss", ["gspo", "cispo"])
-def test_a_step_is_that_of_logits_and_makes_none(loss, layout):
-    """tp with sequence parallelism, cp, KL and entropy terms, chunks of a few rows."""
-    check_steps(loss, layout, is_rolls=False)
-
-
-@pytest.mark.host("ROLL_ROOT")
-@pytest.mark.megatron
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_rolls_own_forward_step_and_hook_give_the_step_of_logits(layout):
-    check_steps("gspo", layout, is_rolls=True)
-
-
 # Old log-probabilities
 
 
+def roll_file(name: str):
+    """A module of mcore_adapter by its file: its package imports what is stubbed."""
+    path = ROLL.path("mcore_adapter", "src", *name.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def measured_on_a_rank(rank: int, tp: int, is_rolls: bool):
-    """What ROLL's strategy measures without gradients: by our functions from the model's own logits, and without."""
+    """What ROLL's strategy measures without gradients: by its own functions, by ours of logits, by ours without; the most rows of a
+    tensor as wide as the logits."""
     tokens = torch.randint(0, VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(7))
     if is_rolls:
         module = ROLL.load("roll.distributed.strategy.megatron_strategy")
         parallel = roll_file("mcore_adapter.parallel_functions.vocab_parallel")
         module.vocab_parallel_logprobs = parallel.vocab_parallel_logprobs
-        own = module.MegatronInferStrategy
         module.mpu = importlib.import_module("megatron.core.parallel_state")
-        hook = rolls_own_hook()
+        hook, last = rolls_own_hook(), (torch.ones_like(tokens),)
     else:
-        own = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"].MegatronInferStrategy
-        hook = mca_lora_logits_postprocess_hook
-    importlib.import_module("megatron_rl.hosts.heads.roll").install("ROLL", roll.PROBED)
+        module = own_log_probs.modules_of("ROLL")["roll.distributed.strategy.megatron_strategy"]
+        hook, last = mca_lora_logits_postprocess_hook, ()
+    own = module.MegatronInferStrategy
     strategy = SimpleNamespace(
         megatron_train_args=SimpleNamespace(cross_entropy_loss_fusion=False),
         worker_config=SimpleNamespace(logits_in_fp32=True),
         _get_feature_on_this_cp_rank=lambda feature, name: feature,
     )
-    found = []
-    for is_fused in (False, True):
+    log_probs.MAX_LOGITS_BYTES, found = SMALL, []
+    for which in ("theirs", "ours", "fused"):
         model = model_of(hook, is_sequence_parallel=tp > 1).eval()
         strategy.models_unwrapped = [model]
-        if is_fused:
-            log_probs.MAX_LOGITS_BYTES = SMALL
+        if which == "ours":
+            own_log_probs.install("ROLL")
+        if which == "fused":
             place(strategy)
+        if which == "theirs" and not is_rolls:
+            continue
         with torch.no_grad(), SeenShapes() as seen:
             logits = model(tokens)
-            assert isinstance(logits, CarriedRows) == is_fused
-            if is_rolls:
-                mask = torch.ones_like(tokens)
-                values = own.op_compute_log_probs(strategy, logits, tokens, mask), own.op_compute_entropy(strategy, logits, mask)
-            else:
-                values = own.op_compute_log_probs(strategy, logits, tokens.roll(-1, 1)), own.op_compute_entropy(strategy, logits)
+            assert isinstance(logits, CarriedRows) == (which == "fused")
+            labels = tokens if is_rolls else tokens.roll(-1, 1)
+            entropy = own.op_compute_entropy(strategy, logits.clone() if which == "theirs" else logits, *last)
+            values = own.op_compute_log_probs(strategy, logits, labels, *last), entropy
         columns = model.output_layer.weight.shape[0]
         rows = max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
         found.append((*(value[:, :15] for value in values), rows))
     return found
 
 
-def check_measured(tp: int, *, is_rolls: bool) -> None:
+@pytest.mark.megatron
+@pytest.mark.parametrize("is_rolls", [False, pytest.param(True, marks=pytest.mark.host("ROLL_ROOT"))])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_old_log_probabilities_are_measured_without_logits(tp, is_rolls):
     answers = run_ranks(partial(measured_on_a_rank, tp=tp, is_rolls=is_rolls), tp, tensor_model_parallel_size=tp)
-    for of_logits, of_hidden in answers:
-        assert relative(of_hidden[0], of_logits[0]) < OF_LOSS and relative(of_hidden[1], of_logits[1]) < OF_LOSS
-        assert of_logits[0].std() > 0.1
-        assert of_hidden[2] <= max(HIDDEN, 3 * tp) < 48 == of_logits[2]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("tp", [1, 2])
-def test_old_log_probabilities_are_measured_without_logits(tp):
-    check_measured(tp, is_rolls=False)
-
-
-@pytest.mark.host("ROLL_ROOT")
-@pytest.mark.megatron
-@pytest.mark.parametrize("tp", [1, 2])
-def test_rolls_strategy_measures_old_log_probabilities_without_logits(tp):
-    check_measured(tp, is_rolls=True)
+    for first, *others, of_hidden in answers:
+        for each in (*others, of_hidden):
+            assert relative(each[0], first[0]) < OF_LOSS and relative(each[1], first[1]) < OF_LOSS
+        assert first[0].std() > 0.1
+        assert of_hidden[2] <= max(HIDDEN, 3 * tp) < 48 == first[2]
 
 
 # The hook
@@ -407,45 +248,3 @@ def hooks_on_a_rank(rank: int):
 @pytest.mark.megatron
 def test_the_hook_sees_logits_alone_and_another_one_is_refused():
     assert run_ranks(hooks_on_a_rank, 1) == [True]
-
-
-# Settings
-
-
-@pytest.mark.parametrize(
-    ("worker", "message"),
-    [
-        ({"use_sequence_packing": True}, "use_sequence_packing=true with .*HEAD_LOSS=true: ROLL calls the loss once a sequence"),
-        ({"MEGATRON_RL_LOG_PROBS": "roll"}, "needs logits, and none are made; set .*LOG_PROBS: megatron_rl"),
-        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "yes"}, "HEAD_LOSS='yes' must be true or false"),
-        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "1"}, "must be true or false"),
-    ],
-)
-def test_settings_of_the_head_that_cannot_act_are_refused(worker, message):
-    given = {"pg_variant": "gspo.prompt_mean"} | OURS | worker
-    with pytest.raises(ConfigError, match=message):
-        roll.read(cases.worker_config(**given), cases.pipeline_config())
-
-
-def test_our_worker_places_the_head_in_the_model_that_roll_made(monkeypatch):
-    placed = []
-
-    def work() -> None:
-        own_log_probs.roll_modules()
-        worker = cases.worker_config("gspo.prompt_mean", **OURS)
-        monkeypatch.setattr(placed_rows, "place_head", lambda models, settings, *_, **__: placed.append((models, settings.setting)))
-        # A stage without an output layer.
-        made = started_with(worker)
-        assert placed == [((), f"{roll.HEAD}=true")] and made.loss.launch.config.fused_lm_head_loss
-
-    in_fork(work)
-
-
-def test_a_roll_whose_strategy_has_no_models_is_refused():
-    def work() -> None:
-        own_log_probs.roll_modules()
-        worker = cases.worker_config("gspo.prompt_mean", **OURS)
-        with pytest.raises(ConfigError, match="Strategy has no models_unwrapped, and .* was probed"):
-            started_with(worker, "    models_unwrapped = ()\n")
-
-    in_fork(work)
