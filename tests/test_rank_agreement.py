@@ -1,4 +1,7 @@
-"""Ranks that were given different arguments: each raises the same named error, none hangs, aborts or goes on with another loss."""
+"""Ranks that were given different arguments: each raises the same named error, none hangs, aborts or goes on with another loss.
+
+Ranks are threads here (simulated_ranks.py).
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,32 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import counted_collectives, error_of, pool_of
+from helpers import error_of
+from refused import REFUSED, log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits, shown
+from simulated_ranks import groups_of_ranks, on_simulated_ranks
 
 import megatron_rl
 from megatron_rl.declare import register_policy_loss
 from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.testing.ranks import RankPool
 
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, MASKED = 6, 8, 4, 2
-# How a caller enters: through logits or through hidden states.
-ENTRIES = ("grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss")
 
 
-ranks = pool_of(2, use_megatron=False)
+def on_ranks(work: Callable[[int, ParallelGroups], object], **sizes: int) -> list:
+    """What work(rank, groups) gives on each of the ranks, or the error that it raises there."""
+    of_ranks = groups_of_ranks(**sizes)
+    return on_simulated_ranks(lambda groups: work(of_ranks.index(groups), groups), of_ranks)
 
 
-def arguments(entry: str, group_name: str) -> dict:
+def arguments(entry: str, groups: ParallelGroups) -> dict:
     """Keyword arguments of a micro-batch of two documents, with 2 and 4 tokens; under cp both ranks hold equal slices."""
     generator = torch.Generator().manual_seed(0)
-    world = dist.group.WORLD
-    columns = VOCAB_SIZE // 2 if group_name == "tp" else VOCAB_SIZE
-    first = dist.get_rank() * columns if group_name == "tp" else 0
+    columns = VOCAB_SIZE // groups.tp.size()
+    first = groups.tp.rank() * columns
     logits = torch.randn(NUM_TOKENS, VOCAB_SIZE, generator=generator)[:, first : first + columns]
     weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)[first : first + columns]
     given = {
@@ -46,8 +49,8 @@ def arguments(entry: str, group_name: str) -> dict:
         "ref_log_probs": -torch.rand(NUM_TOKENS, generator=generator) - 1,
         "kl_coefficient": 0.1,
         "regularizer_weights": torch.tensor([0.1, 0.2]),
-        "tp_group": world if group_name == "tp" else SINGLE,
-        "cp_group": world if group_name == "cp" else SINGLE,
+        "tp_group": groups.tp,
+        "cp_group": groups.cp,
     }
     if entry.startswith("linear"):
         hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator)
@@ -85,10 +88,6 @@ def nan_old(given: dict) -> None:
     given["old_log_probs"][0] = math.nan
 
 
-def infinite_old(given: dict) -> None:
-    given["old_log_probs"][0] = math.inf
-
-
 def nan_operand(given: dict) -> None:
     with torch.no_grad():
         given[operand(given)][0, 0] = math.nan
@@ -120,9 +119,7 @@ ONE_RANK_ALONE = {
 EVERYWHERE = {
     "nothing": (lambda given: None, None),
     "dtype bfloat16": (lambda given: as_dtype(given, torch.bfloat16), "dtype of logits differs"),
-    "dtype float64": (lambda given: as_dtype(given, torch.float64), "dtype of logits differs"),
     "fewer documents": (lambda given: with_documents(given, [0, 6]), "number of documents differs"),
-    "more documents": (lambda given: with_documents(given, [0, 2, 4, 6]), "number of documents differs"),
     "no document": (lambda given: with_documents(given, [0]), "number of documents differs"),
     "token_weights": (changed(token_weights=torch.tensor([0.9, 0.1])), "token_weights differs"),
     "token_counts on one rank": (changed(token_counts=torch.tensor([4, 8])), "token_counts differs"),
@@ -138,17 +135,6 @@ EVERYWHERE = {
     ),
     "kl_estimator": (changed(kl_estimator="k2"), "kl_estimator differs"),
     "kl_coefficient": (changed(kl_coefficient=0.0), "kl_coefficient differs"),
-    "an unknown keyword": (changed(no_such_keyword=1), "takes no keyword no_such_keyword"),
-    "an unknown loss parameter": (changed(loss_parameters={"no_such": 1.0}), "has no parameter 'no_such'"),
-    "labels of a wrong shape": (changed(labels=torch.zeros(5, dtype=torch.int64)), r"labels must be \[T=6\]"),
-    "labels of a wrong dtype": (lambda given: given.update(labels=given["labels"].int()), r"labels must be \[T=6\] int64"),
-    "labels that are none": (changed(labels=None), "labels are NoneType"),
-    "mask of a wrong dtype": (changed(loss_mask=torch.ones(NUM_TOKENS)), "loss_mask must be"),
-    "temperature 0": (changed(temperature=0.0), "temperature=0.0 must be"),
-    "NaN token_weights": (changed(token_weights=torch.tensor([math.nan, 0.1])), "token_weights has values"),
-    "fractions as token_counts": (changed(token_counts=torch.tensor([2.5, 4])), "token_counts must be whole"),
-    "advantages that fit nothing": (changed(advantages=torch.ones(5)), "advantages .5,. must be"),
-    "an unknown metric": (changed(metrics=["basic"]), "is not one of"),
 }
 # Seen by one rank alone, in its slice: told after the same all-reduce.
 OF_ONE_SLICE = r"document 0 .* has 1 unmasked tokens .*(in {}|on another context-parallel rank)"
@@ -169,15 +155,12 @@ ONLY_LINEAR = {
         "which gradients are needed",
     ),
     "loss_scale": (changed(loss_scale=2.0), "loss_scale differs"),
-    "a budget of no bytes": (changed(max_logits_bytes=0), "max_logits_bytes"),
 }
 
 
 OF_LOG_PROBS = {
     "temperature": (changed(temperature=2.0), "temperature differs"),
     "entropy": (changed(with_entropy=True), "with_entropy differs"),
-    "labels": (changed(labels=torch.zeros(5, dtype=torch.int64)), "labels must be"),
-    "mask": (changed(loss_mask=torch.ones(NUM_TOKENS)), "loss_mask must be"),
 }
 
 
@@ -188,92 +171,93 @@ def table_of(entry: str, group_name: str) -> dict[str, tuple[Callable, str | Non
 
 
 # Each entry over one group, each group with logits and with hidden states.
-OVER = zip((*ENTRIES, "vocab_parallel_log_probs", "linear_log_probs"), ("tp", "cp", "cp", "tp", "tp", "tp"), strict=True)
-CASES = [(entry, group_name, name) for entry, group_name in OVER for name in table_of(entry, group_name)]
-
-
-def outcome(rank: int, entry: str, group_name: str, name: str) -> str:
-    given = arguments(entry, group_name)
-    if rank == 1:
-        table_of(entry, group_name)[name][0](given)
-    if entry.endswith("log_probs"):
-        names = ("logits", "hidden", "weight", "labels", "loss_mask", "tp_group", "temperature", "with_entropy")
-        function = linear_log_probs if entry.startswith("linear") else vocab_parallel_log_probs
-        return error_of(lambda: function(**{name: value for name, value in given.items() if name in names}))
-    return error_of(lambda: getattr(megatron_rl.policy_loss, entry)(**given).loss.backward())
-
-
-def all_outcomes(rank: int) -> list[str]:
-    return [outcome(rank, *row) for row in CASES]
-
-
-@pytest.fixture(scope="module")
-def outcomes(ranks, shared):
-    """(rank 0's error, rank 1's error) of each case; one call, because the ranks live on after an error."""
-    of_ranks = shared("test_rank_agreement", lambda: ranks.run(all_outcomes))
-    return dict(zip(CASES, zip(*of_ranks, strict=True), strict=True))
+ENTRIES = {"grpo_loss": "tp", "gspo_loss": "cp", "linear_grpo_loss": "cp", "linear_gspo_loss": "tp"}
+ENTRIES |= {"vocab_parallel_log_probs": "tp", "linear_log_probs": "tp"}
+CASES = [(entry, group_name, name) for entry, group_name in ENTRIES.items() for name in table_of(entry, group_name)]
 
 
 @pytest.mark.parametrize(("entry", "group_name", "name"), CASES)
-def test_a_difference_between_ranks_is_the_same_named_error_on_both(outcomes, entry, group_name, name):
+def test_a_difference_between_ranks_is_the_same_named_error_on_both(entry, group_name, name):
     """Slices of context-parallel ranks may differ, and so may whatever a masked position holds."""
-    expected = table_of(entry, group_name)[name][1]
-    for text in outcomes[(entry, group_name, name)]:
+    change, expected = table_of(entry, group_name)[name]
+
+    def outcome(rank: int, groups: ParallelGroups) -> str:
+        given = arguments(entry, groups)
+        if rank == 1:
+            change(given)
+        if entry.endswith("log_probs"):
+            names = ("logits", "hidden", "weight", "labels", "loss_mask", "tp_group", "temperature", "with_entropy")
+            function = linear_log_probs if entry.startswith("linear") else vocab_parallel_log_probs
+            return error_of(lambda: function(**{name: value for name, value in given.items() if name in names}))
+        return error_of(lambda: getattr(megatron_rl.policy_loss, entry)(**given).loss.backward())
+
+    for text in on_ranks(outcome, **{group_name: 2}):
         assert (text == "") if expected is None else re.search(expected, text), text
 
 
-@pytest.mark.megatron
+DOORS = {loss_of_logits: "cp", loss_of_hidden: "tp", log_probs_of_hidden: "tp", log_probs_of_logits: "tp"}
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_what_one_rank_refuses_is_told_on_both(door):
+    """Each row of refused.py. A check outside the comparison would leave the other rank in a collective."""
+    for changes in REFUSED[door]:
+
+        def outcome(rank: int, groups: ParallelGroups, changes=changes) -> str:
+            shared = {"tp_group": groups.tp} | ({} if "log_probs" in door.__name__ else {"cp_group": groups.cp})
+            return error_of(lambda: door(**shared | (changes if rank == 1 else {})))
+
+        first, second = on_ranks(outcome, **{DOORS[door]: 2})
+        is_told = first.partition("rank 1: ")[2][:300] == second.partition(": ")[2][:300]
+        assert second and (is_told or first == second), ({name: shown(value) for name, value in changes.items()}, first, second)
+
+
 def test_an_error_reaches_the_ranks_of_both_groups():
     """TP2 x CP2: rank (1, 1) alone is wrong; (0, 0) shares no group with it and hears of it through the others."""
 
-    def step(rank: int):
-        given = {name: value for name, value in arguments("grpo_loss", "cp").items() if not name.endswith("_group")}
+    def step(rank: int, groups: ParallelGroups) -> str:
+        given = arguments("grpo_loss", groups)
         if rank == 3:
             given["cu_seqlens"] = torch.tensor([0, 2, 7], dtype=torch.int32)
         return error_of(lambda: megatron_rl.grpo_loss(**given))
 
-    with RankPool(4) as pool:
-        errors = pool.run(step, tensor_model_parallel_size=2, context_parallel_size=2)
+    errors = on_ranks(step, tp=2, cp=2)
     assert len(errors) == 4 and all("cu_seqlens ends at 7 but there are 6 tokens" in error for error in errors)
 
 
-def test_what_is_exchanged_and_when(ranks):
+def test_what_is_exchanged_and_when():
     """A gather of MESSAGE_BYTES over a group before the loss is computed; on CUDA it is off unless asked for."""
 
-    def step(rank: int):
+    def step(rank: int, groups: ParallelGroups) -> dict:
         counts = {}
         for check_ranks in (None, True, False):
-            with counted_collectives(with_checks=True) as calls:
-                megatron_rl.gspo_loss(**arguments("gspo_loss", "cp"), check_ranks=check_ranks)
-            counts[check_ranks] = [(name, shape) for name, shape, _ in calls]
+            begin = len(groups.cp.calls)
+            megatron_rl.gspo_loss(**arguments("gspo_loss", groups), check_ranks=check_ranks)
+            counts[check_ranks] = groups.cp.calls[begin:]
         return counts
 
-    for counts in ranks.run(step):
+    for counts in on_ranks(step, cp=2):
         check = ("all_gather", (MESSAGE_BYTES,))
         assert counts[None] == counts[True] == [check, *counts[False]]
         assert counts[False] == [("all_reduce", (2, 5))]
     assert [checks_microbatch(number) for number in range(4)] == [True, True, None, None]
+    with RankAgreement(SINGLE, SINGLE, check_ranks=True) as agreement:
+        assert not agreement.is_active, "one rank compares nothing"
 
 
-def test_one_rank_compares_nothing():
-    with counted_collectives(with_checks=True) as calls, RankAgreement(SINGLE, SINGLE, check_ranks=True) as agreement:
-        assert not agreement.is_active
-    assert calls == []
-
-
-def test_a_long_message_is_cut_to_what_travels(ranks):
+def test_a_long_message_is_cut_to_what_travels():
     """An error text of any length and alphabet arrives, shortened."""
 
-    def step(rank: int):
+    def step(rank: int, groups: ParallelGroups) -> str:
         def refuse():
-            with RankAgreement(dist.group.WORLD, SINGLE, check_ranks=None) as agreement:
+            with RankAgreement(groups.tp, SINGLE, check_ranks=None) as agreement:
                 agreement.add("name", "x" * 10_000)
                 if rank == 1:
                     raise megatron_rl.ConfigError("prefix " + "\N{SNOWMAN}" * 5000)
 
         return error_of(refuse)
 
-    own, other = reversed(ranks.run(step))
+    other, own = on_ranks(step, tp=2)
     assert len(own) > 5000 and other.startswith("ConfigError: tensor-parallel rank 1: prefix \N{SNOWMAN}")
 
 
@@ -283,30 +267,27 @@ def overflowing_with_mean(log_ratio, advantages, *, mean_log_ratio):
 
 @pytest.mark.parametrize("name", ["own_overflowing", "overflowing with a mean"])
 @pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
-def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry, name):
+def test_numbers_that_overflow_on_one_rank_alone_stop_both(own_losses, entry, name):
     """Those of one context-parallel rank's tokens are in the sums of both."""
+    register_policy_loss("overflowing with a mean", needs=("mean_log_ratio",))(overflowing_with_mean)
 
-    def step(rank: int):
-        import own_losses
-
-        own_losses.declare()
-        register_policy_loss("overflowing with a mean", needs=("mean_log_ratio",))(overflowing_with_mean)
-        given = arguments("grpo_loss" if entry == "policy_loss" else "linear_grpo_loss", "cp")
+    def step(rank: int, groups: ParallelGroups) -> str:
+        given = arguments("grpo_loss" if entry == "policy_loss" else "linear_grpo_loss", groups)
         if rank == 1:
             given["old_log_probs"][3] = -1000.0
         return error_of(lambda: getattr(megatron_rl.policy_loss, entry)(name, **given))
 
-    for text in ranks.run(step):
+    for text in on_ranks(step, cp=2):
         assert f"in what policy loss {name} or KL estimator k3 returns for finite inputs, or on another" in text
 
 
-def test_advantages_that_vary_between_slices_alone_are_refused_on_both(ranks):
+def test_advantages_that_vary_between_slices_alone_are_refused_on_both():
     """Each rank sees one value in each document, together they vary."""
 
-    def step(rank: int):
-        given = arguments("gspo_loss", "cp") | {"advantages_per": "token"}
+    def step(rank: int, groups: ParallelGroups) -> list[str]:
+        given = arguments("gspo_loss", groups) | {"advantages_per": "token"}
         of_ranks = (1.0 + rank, 1.0)
         return [error_of(lambda a=a: megatron_rl.gspo_loss(**given | {"advantages": a * torch.ones(NUM_TOKENS)})) for a in of_ranks]
 
-    for varying, equal in ranks.run(step):
+    for varying, equal in on_ranks(step, cp=2):
         assert "advantages vary inside document 0" in varying and equal == ""
