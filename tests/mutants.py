@@ -53,7 +53,7 @@ JUDGES = {
     "metrics/policy.py": "metrics generated_steps",
     "metrics/further.py": "metrics generated_steps",
     "metrics/step.py": "metrics generated_steps no_waits",
-    "ops/fp32_head.py": "head_gradients",
+    "ops/fp32_head.py": "linear_log_probs",
     "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook hooks",
     "hosts/batch.py": "custom_loss carrier",
     "hosts/heads/": "host_log_probs log_probs_in_workers carried_rows roll_head carrier placed_head",

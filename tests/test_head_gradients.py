@@ -1,4 +1,4 @@
-"""The gradient of the fused and of the fp32 head: factors, main_grad, hooks, precision, shards, and what is refused."""
+"""The gradient of the fused head: factors, main_grad, hooks, precision, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import pytest
 import torch
 from helpers import CLIP
 from linear_cases import budget, by_logits, head_batch, relative, seen
-from simulated_ranks import groups_of_ranks, on_simulated_ranks
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout import SINGLE
 from megatron_rl.ops import linear_head
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.ops.fp32_head import fp32_head_logits
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
 
 SMALL, LARGE = 6, 1000  # rows a chunk: plans in-chunk and scale-last, plan in-chunk alone
@@ -113,29 +109,6 @@ def test_a_main_grad_of_another_precision_is_left_to_the_hook(dtype):
     (call(case, case.hidden.clone().requires_grad_(), parameter, loss_scale=2.0).loss * 2.0).backward()
     assert not parameter.grad_added_to_main_grad and parameter.main_grad.abs().max() == 0
     assert relative(parameter.grad, by_logits("gspo", case, factor=2.0).weight_gradient) < 1e-5
-
-
-@pytest.mark.parametrize("kind", ["gspo", "grpo"])
-@pytest.mark.parametrize("num_chunks", [1, 4, 16])
-def test_the_weight_gradient_of_16_bit_operands_does_not_lose_bits_with_chunks(kind, num_chunks):
-    """FB-85: the buffer is float32, whatever the number of chunks; rounding each chunk to bfloat16 costs 1e-2."""
-    case = head_batch([48] * 4, seed=4, vocab_size=64, hidden_size=32)
-    case = replace(case, batch=replace(case.batch, loss_mask=torch.ones(192, dtype=torch.bool))).to(torch.bfloat16)
-    parameter = megatron_parameter(case.weight, start=0.0)
-    hidden = case.hidden.clone().requires_grad_()
-    labels, *rest = case.batch.arguments()
-    wide = {"clip_ratio_low": 0.99, "clip_ratio_high": 100.0}
-    output = linear_policy_loss(
-        kind, hidden, parameter, labels, *rest, fp32_logits=True, max_logits_bytes=64 * 4 * (192 // num_chunks + 12), **wide
-    )
-    output.loss.backward()
-    truth = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
-    want = by_logits(kind, truth, **wide)
-    error = float((parameter.main_grad.double() - want.weight_gradient).norm() / want.weight_gradient.norm())
-    # float32 logits, products and sums of bfloat16 operands: 1e-6; the bound leaves the exponential's own rounding.
-    assert error < 3e-6, error
-    # bfloat16 holds each element of dX once, to 2^-9.
-    assert relative(hidden.grad, want.hidden_gradient) < 2**-8
 
 
 def test_a_second_backward_is_refused():
@@ -308,6 +281,19 @@ def test_chunks_without_a_coefficient_make_no_product(small_blocks, kind, idle, 
     assert bool(got.any()) == bool(want.any()) == (idle != (0, 1, 2, 3))
 
 
+@pytest.mark.parametrize("kind", ["gspo", "grpo"])
+@pytest.mark.parametrize("num_chunks", [1, 4, 16])
+def test_the_weight_gradient_of_16_bit_operands_does_not_lose_bits_with_chunks(kind, num_chunks):
+    """FB-85: the buffer is float32, whatever the number of chunks; rounding each chunk to bfloat16 costs 1e-2."""
+    case = sixteen_bits(16, hidden_size=32)
+    options = {"fp32_logits": True, "max_logits_bytes": 64 * 4 * (192 // num_chunks + 12)}
+    got, _ = weight_gradient_of(kind, case, main_grad=True, **options)
+    truth = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+    want = by_logits(kind, truth, **WIDE).weight_gradient
+    # float32 logits, products and sums of bfloat16 operands: 1e-6; the bound leaves the exponential's own rounding.
+    assert float((got.double() - want).norm() / want.norm()) < 3e-6
+
+
 def test_a_main_grad_that_backward_adds_to_gets_unrounded_numbers():
     """loss_scale None: the buffer lives until backward, and must not be of 16 bits by then."""
     case = sixteen_bits()
@@ -315,106 +301,3 @@ def test_a_main_grad_that_backward_adds_to_gets_unrounded_numbers():
     early, _ = weight_gradient_of("gspo", case, main_grad=True, factor=16.0, loss_scale=16.0)
     assert written.dtypes == [torch.float32, torch.bfloat16], "the second is the placeholder for DDP's hook"
     assert torch.equal(late, early), "a power of two rounds nothing, wherever it is multiplied"
-
-
-TOKENS, HIDDEN, COLUMNS = 48, 64, 40
-# float32 sums of 64 products against float64 ones: 64 roundings of 6e-8 at most, a tenth of it in the mean. bf16 logits: 4e-3.
-FLOAT32 = 2e-6
-
-
-def operands(dtype: torch.dtype = torch.bfloat16, seed: int = 0):
-    """hidden [S, B, H], weight [V, H] as a parameter, gradient of the logits [S, B, V] float32."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    weight = nn.Parameter(torch.randn(COLUMNS, HIDDEN, generator=generator).to(dtype))
-    return hidden, weight, torch.randn(TOKENS // 2, 2, COLUMNS, generator=generator)
-
-
-def error_of(found, truth) -> float:
-    return float((found.detach().double() - truth).norm() / truth.norm())
-
-
-def exact(hidden, weight, gradient):
-    """logits, their gradient's products with weight and hidden, all in float64."""
-    x, w, g = hidden.detach().double(), weight.detach().double(), gradient.double()
-    return x @ w.t(), g @ w, g.flatten(0, 1).t() @ x.flatten(0, 1)
-
-
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)], ids=str)
-def test_logits_of_16_bit_parameters_are_exact_to_float32(dtype, bits):
-    """FB-85: products of two 16-bit numbers are exact in float32; a gradient is rounded once, to the parameters' dtype."""
-    hidden, weight, gradient = operands(dtype)
-    logits = fp32_head_logits(hidden, weight, tp_group=SINGLE)
-    truth, *of_operands = exact(hidden, weight, gradient)
-    assert logits.dtype == torch.float32 and logits.shape == (TOKENS // 2, 2, COLUMNS)
-    assert error_of(logits, truth) < FLOAT32 and error_of(hidden @ weight.t(), truth) > 1e-4
-    logits.backward(gradient)
-    assert hidden.grad.dtype == weight.grad.dtype == dtype
-    for found, expected in zip((hidden.grad, weight.grad), of_operands, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=2.0**-bits, atol=1e-4)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("num_microbatches", [1, 16])
-def test_the_error_of_the_weight_gradient_does_not_grow_with_micro_batches(num_microbatches, tied):
-    """FB-85: a gradient that is rounded to bf16 in each micro-batch loses bits as they grow; in the float32 buffer it keeps them.
-    What autograd gets is no gradient: Megatron's hook leaves it, but adds it for a tied weight, so there it must be zeros."""
-    hidden, weight, gradient = operands()
-    weight.main_grad = torch.zeros(weight.shape)
-    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
-    rows, gradients = hidden.detach().repeat(num_microbatches, 1, 1), gradient.repeat(num_microbatches, 1, 1)
-    rows += torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for part, of_logits in zip(rows.chunk(num_microbatches), gradients.chunk(num_microbatches), strict=True):
-        fp32_head_logits(part, weight, tp_group=SINGLE).backward(of_logits)
-        assert weight.grad_added_to_main_grad
-        assert weight.grad.dtype == torch.bfloat16
-        assert not tied or not weight.grad.any()
-    *_, truth = exact(rows, weight, gradients)
-    assert error_of(weight.main_grad, truth) < FLOAT32
-
-
-def test_a_frozen_head_and_frozen_hidden_states_get_no_gradient():
-    """The reference policy's head, and a head that is trained alone."""
-    hidden, weight, gradient = operands()
-    fp32_head_logits(hidden, weight.detach(), tp_group=SINGLE).backward(gradient)
-    fp32_head_logits(hidden.detach(), weight, tp_group=SINGLE).backward(gradient)
-    assert hidden.grad is not None and weight.grad is not None
-    assert not fp32_head_logits(hidden.detach(), weight.detach(), tp_group=SINGLE).requires_grad
-
-
-def test_a_detached_copy_of_the_weight_delivers_its_own_gradient():
-    """FB-85: the gradient goes to the tensor that was multiplied, and into nobody else's buffer."""
-    hidden, weight, gradient = operands()
-    weight.main_grad = torch.zeros(weight.shape)
-    copy = weight.detach().clone().requires_grad_()
-    fp32_head_logits(hidden, copy, tp_group=SINGLE).backward(gradient)
-    assert copy.grad.any() and not weight.main_grad.any() and weight.grad is None
-
-
-def of_shard(tp, sequence_parallel):
-    """Errors of this rank's logits, hidden gradient and weight gradient, and whether tp ranks hold one hidden gradient."""
-    hidden, weight, gradient = operands()
-    truth = exact(hidden, weight, gradient)
-    shard = nn.Parameter(weight.detach().chunk(tp.size())[tp.rank()].clone())
-    shard.main_grad = torch.zeros(shard.shape)
-    own = hidden.detach().chunk(tp.size())[tp.rank()].clone().requires_grad_() if sequence_parallel else hidden
-    logits = fp32_head_logits(own, shard, tp_group=tp, sequence_parallel=sequence_parallel)
-    logits.backward(gradient.chunk(tp.size(), -1)[tp.rank()])
-    of_hidden = truth[1].chunk(tp.size())[tp.rank()] if sequence_parallel else truth[1]
-    errors = [
-        error_of(logits, truth[0].chunk(tp.size(), -1)[tp.rank()]),
-        error_of(shard.main_grad, truth[2].chunk(tp.size())[tp.rank()]),
-        # Rounded once, to bf16: 2^-9 of each number at most, less in the mean.
-        error_of(own.grad, of_hidden) / 2**-9,
-    ]
-    return errors, own.grad.shape == own.shape, None if sequence_parallel else own.grad
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_a_sharded_vocabulary_gives_whole_hidden_gradients(tp_size, sequence_parallel):
-    """Catches a shard's part of the sum over the vocabulary taken for the sum, or counted tp times, and shards in another order."""
-    answers = on_simulated_ranks(lambda of_rank: of_shard(of_rank.tp, sequence_parallel), groups_of_ranks(tp=tp_size))
-    for (of_logits, of_weight, of_hidden), has_shape, gradient in answers:
-        assert of_logits < FLOAT32 and of_weight < FLOAT32 and of_hidden < 1.0 and has_shape
-        assert gradient is None or torch.equal(gradient, answers[0][2])
