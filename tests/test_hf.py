@@ -332,8 +332,9 @@ def stops_the_run_once(prompt, response, record):
 
 
 def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(checkpoint, prompts, tmp_path, monkeypatch):
-    line = f"--hf-checkpoint {checkpoint} --prompts {prompts} {SMALL} --reward {__name__}.stops_the_run_once"
-    line += " --output-dir out --save-hf hf"
+    """The model that it writes is that of a run which nobody has stopped, to the bit."""
+    of_model = f"--hf-checkpoint {checkpoint} --prompts {prompts} {SMALL} --reward {__name__}.stops_the_run_once"
+    line = f"{of_model} --output-dir out --save-hf hf"
     stopped = Command(line, tmp_path / "logs")
     assert stopped.wait() == [143] and not Path("hf").exists()
     assert "| Qwen3ForCausalLM of 2 layers x 64, float32, lr 0.01 | 2 prompts x 4 samples" in stopped.output()
@@ -346,6 +347,9 @@ def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(c
     assert "Traceback" not in killed.output() and not Path("hf").exists()
     assert Command(f"{line} --resume", tmp_path / "logs").wait() == [0]
     assert [path.name for path in Path().glob("hf*")] == ["hf"]
+    assert Command(f"{of_model} --output-dir other --save-hf whole", tmp_path / "logs").wait() == [0]
+    found, truth = tensors_of(Path("hf")), tensors_of(Path("whole"))
+    assert all(torch.equal(found[name], values) for name, values in truth.items())
 
 
 def test_the_lines_of_the_page_make_a_small_model_and_train_it(tmp_path, monkeypatch):

@@ -206,7 +206,8 @@ def share_of_a(prompt, response, record):
 
 
 def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_path, monkeypatch):
-    """The whole of it on one rank; prompts of other characters must not resume it: the token ids would change their meaning."""
+    """The whole of it on one rank. A second seed in one curve is a line at start; what neither trains nor measures otherwise is
+    none. Prompts of other characters must not resume it: the token ids would change their meaning."""
     (tmp_path / "own_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     lines = [json.dumps({"prompt": text, "answer": "a"}) for text in ("ab", "b", "bab", "abba")]
@@ -231,11 +232,19 @@ def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_pat
     resumed = run(f"{task} {sizes} --num-rollouts 9 --no-tensorboard --resume", tmp_path / "logs")
     assert [row["step"] for row in metrics_of(tmp_path / "out")] == list(range(1, 19))
     assert resumed.output("stdout") == "" and "9 rollouts, 18 steps" in resumed.output()
+    assert "resumed at" not in resumed.output()
+
+    changed = [("--lr", 0.5, 0.01), ("--policy-loss", "gspo", "grpo"), ("--seed", 5, 0), ("--kl-coefficient", 0.1, 0.0)]
+    changes = " ".join(f"{flag} {now}" for flag, now, _ in changed)
+    other = run(f"{task} {sizes} {changes} --num-rollouts 10 --no-tensorboard --resume", tmp_path / "logs")
+    for flag, now, before in changed:
+        assert f"megatron_rl: resumed at step 18 with {flag} {now}: the checkpoint was saved with {before}\n" in other.output()
+    assert other.output().count("resumed at step 18") == 4
 
     (tmp_path / "p.jsonl").write_text("\n".join([*lines, json.dumps({"prompt": "xyz", "answer": "a"})]))
-    refused = Command(f"{task} {sizes} --num-rollouts 10 --resume", tmp_path / "logs")
+    refused = Command(f"{task} {sizes} --num-rollouts 11 --resume", tmp_path / "logs")
     assert refused.wait() == [2] and "the checkpoint's token ids would change their meaning" in refused.output()
-    assert latest_step(tmp_path / "out") == 18
+    assert latest_step(tmp_path / "out") == 20
 
 
 @pytest.fixture(scope="module")
@@ -248,19 +257,6 @@ def recorded(imported_megatron, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 FUSED = "--fused-lm-head-loss --max-logits-bytes 4096"
-
-
-def test_ranks_replay_in_chunks_of_hidden_states_what_the_logits_of_one_rank_recorded(tmp_path, recorded):
-    """FB-80: the demo's loss, six steps within 1e-5 relative or 1e-6 absolute."""
-    rollouts, expected = recorded
-    options = f"{FUSED} --tensor-model-parallel-size 2 --sequence-parallel --packed --micro-batch-size 3"
-    command = run(f"--preset demo {SMALL} {options} --output-dir out --rollouts {rollouts}", tmp_path / "logs", num_ranks=2)
-    start = next(line for line in command.output().splitlines() if "gspo, prompt_mean, clip 0.0003/0.0004" in line)
-    assert "recorded rollouts" in start and "| TP 2, cpu" in start
-    # Of how many is not known: the preset's --num-rollouts 140 is more than the file has.
-    assert "6step [" in command.output() and "reward 0." in command.output()
-    assert len(expected) == 6 and unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
-    assert command.output(rank=1) == ""
 
 
 def test_the_fp32_head_is_for_16_bit_parameters(tmp_path):
@@ -276,14 +272,14 @@ def share_of_digits(prompt, response, record):
     return sum(character.isdigit() for character in response) / 16
 
 
-def test_evaluation_and_learning_rate_are_the_same_on_each_layout(tmp_path):
+def test_evaluation_and_learning_rate_are_the_same_on_one_rank_and_on_two(tmp_path):
     """An evaluation of three prompts, 16 tokens each, every second rollout, of two steps; a decay to the last of six steps."""
     own, other = write_prompts(tmp_path / "own.jsonl", "1+2=", "3+4="), write_prompts(tmp_path / "e.jsonl", "2+2=", "4+13=", "1=")
     flags = f"{SMALL} --prompts {own} --eval-prompts {other} --save-interval 2 --reward test_train_command.share_of_digits"
     flags += " --num-rollouts 3 --lr 0.01 --lr-warmup-iters 2 --lr-decay-style linear --min-lr 0.002 --steps-per-rollout 2"
     of_one = None
-    for name, layout, num_ranks in (("one", "", 1), ("two", "--tensor-model-parallel-size 2", 2), ("data", "", 2)):
-        run(f"{flags} {layout} --output-dir {name}", tmp_path / "logs", num_ranks)
+    for name, num_ranks in (("one", 1), ("two", 2)):
+        run(f"{flags} --output-dir {name}", tmp_path / "logs", num_ranks)
         rows = metrics_of(name)
         of_one = of_one or rows[0]
         assert [row["learning_rate"] for row in rows] == pytest.approx([0.005, 0.01, 0.008, 0.006, 0.004, 0.002], abs=1e-9)
@@ -294,20 +290,26 @@ def test_evaluation_and_learning_rate_are_the_same_on_each_layout(tmp_path):
 
 
 def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goes_on(tmp_path, recorded):
-    """Exit code 1 with file, line and sample. When the file is repaired the run ends as if nothing had been."""
+    """Exit code 1 with file, line and sample. When the file is repaired the run ends as if nothing had been. FB-80: two ranks
+    replay in chunks of hidden states what the logits of one rank recorded: six steps within 1e-5 relative or 1e-6 absolute."""
     rollouts, expected = recorded
     lines = rollouts.read_text().splitlines(keepends=True)
     lines[2] = lines[2].replace('"tokens": [6', '"tokens": [99', 1)
     (tmp_path / "r.jsonl").write_text("".join(lines))
-    replay = f"--preset demo {SMALL} --output-dir out --rollouts r.jsonl --save-interval 1"
-    command = Command(f"{replay} --tensor-model-parallel-size 2", tmp_path / "logs", num_ranks=2)
+    replay = f"--preset demo {SMALL} {FUSED} --tensor-model-parallel-size 2 --sequence-parallel --packed --micro-batch-size 3"
+    replay += " --output-dir out --rollouts r.jsonl --save-interval 1"
+    command = Command(replay, tmp_path / "logs", num_ranks=2)
     assert command.wait() == [1, 1]
     for rank in (0, 1):
         assert "DataError: r.jsonl, line 3, sample 0: tokens: 99 must be below" in command.output(rank=rank)
     assert latest_step(tmp_path / "out") == 4
     shutil.copy(rollouts, tmp_path / "r.jsonl")
-    run(f"{replay} --resume", tmp_path / "logs")
-    assert unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
+    command = run(f"{replay} --resume", tmp_path / "logs", num_ranks=2)
+    start = next(line for line in command.output().splitlines() if "gspo, prompt_mean, clip 0.0003/0.0004" in line)
+    assert "recorded rollouts" in start and "| TP 2, cpu" in start
+    # Of how many is not known: the preset's --num-rollouts 140 is more than the file has.
+    assert "6step [" in command.output() and "reward 0." in command.output() and command.output(rank=1) == ""
+    assert len(expected) == 6 and unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
 
 
 def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path):
@@ -357,10 +359,26 @@ def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
 # What goes wrong around a run
 
 
-def test_the_folder_of_a_run_is_its_own_while_it_lives(tmp_path):
-    """Catches rows of both runs in one file, checkpoints that the other one removes, and a folder that kill -9 left locked."""
-    first = Command(f"{ENDLESS} --output-dir out", tmp_path / "first")
+class Alone(Command):
+    """Without torchrun."""
+
+    def environment(self, rank, num_ranks, port):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        return {}
+
+
+def listens_on(pid: int) -> set[str]:
+    """The addresses at which a process waits for connections."""
+    entries = psutil.Process(pid).net_connections("inet")
+    return {entry.laddr.ip for entry in entries if entry.status == psutil.CONN_LISTEN}
+
+
+def test_a_run_of_one_process_listens_on_the_loopback_alone_and_its_folder_is_its_own_while_it_lives(tmp_path):
+    """Its store and its groups ask for no password: nobody on the network may reach them. Catches rows of both runs in one file,
+    checkpoints that the other one removes, and a folder that kill -9 left locked."""
+    first = Alone(f"{ENDLESS} --output-dir out", tmp_path / "first")
     wait_until(lambda: has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
+    assert listens_on(first.ranks[0].pid) <= {"127.0.0.1", "::1"}, first.output()
     for how, ranks in (("--resume", 1), ("--overwrite --tensor-model-parallel-size 2", 2)):
         second = Command(f"{ENDLESS} --output-dir out {how}", tmp_path / "second", num_ranks=ranks)
         assert second.wait() == [2] * ranks
@@ -391,47 +409,11 @@ def test_a_folder_is_looked_at_when_it_is_taken(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "checkpoints").is_symlink() and list(large.iterdir()) == []
 
 
-def test_a_resumed_run_says_which_settings_it_changes(tmp_path):
-    """A second seed in one curve is a line at start; what neither trains nor measures otherwise is none."""
-    run(f"{SMALL} --num-rollouts 1 --output-dir out", tmp_path / "first")
-    same = run(f"{SMALL} --num-rollouts 2 --output-dir out --resume --save-interval 1", tmp_path / "same")
-    assert "resumed at" not in same.output()
-    changes = "--lr 0.5 --policy-loss gspo --seed 5 --kl-coefficient 0.1"
-    other = run(f"{SMALL} {changes} --num-rollouts 3 --output-dir out --resume", tmp_path / "other")
-    changed = [("--lr", 0.5, 0.003), ("--policy-loss", "gspo", "grpo"), ("--seed", 5, 0), ("--kl-coefficient", 0.1, 0.0)]
-    for flag, now, before in changed:
-        assert f"megatron_rl: resumed at step 4 with {flag} {now}: the checkpoint was saved with {before}\n" in other.output()
-    assert other.output().count("resumed at step 4") == 4
-
-
-class Alone(Command):
-    """Without torchrun."""
-
-    def environment(self, rank, num_ranks, port):
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        return {}
-
-
 class Early(Command):
     """A rank whose other rank never comes."""
 
     def environment(self, rank, num_ranks, port):
         return {**super().environment(rank, num_ranks, port), "WORLD_SIZE": 2}
-
-
-def listens_on(pid: int) -> set[str]:
-    """The addresses at which a process waits for connections."""
-    entries = psutil.Process(pid).net_connections("inet")
-    return {entry.laddr.ip for entry in entries if entry.status == psutil.CONN_LISTEN}
-
-
-def test_a_run_of_one_process_listens_on_the_loopback_alone(tmp_path):
-    """Its store and its groups ask for no password: nobody on the network may reach them."""
-    command = Alone(f"{ENDLESS} --output-dir out", tmp_path / "logs")
-    wait_until(lambda: has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
-    addresses = listens_on(command.ranks[0].pid)
-    command.kill_all()
-    assert addresses <= {"127.0.0.1", "::1"}, command.output()
 
 
 def test_a_signal_while_a_rank_waits_for_others_ends_it_with_a_line(tmp_path):
