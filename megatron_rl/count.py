@@ -141,23 +141,23 @@ def count_step(
         return StepCounts(StepTotals(num_samples, None, num_tokens), own.tokens, None, None)
     step, here = _gathered(own, columns["num_samples"], dp_group, has_prompts, has_rollouts)
     rollouts, num_rollouts, prompt_tokens, num_prompts = None, None, None, None
-    of_rollout = torch.arange(num_samples)  # [num_samples]: the number of its rollout
+    rollout_numbers = torch.arange(num_samples)  # [num_samples]: the number of its rollout
     if step.rollouts is not None:
-        num_rollouts, of_rollout = _numbered(step.rollouts)
+        num_rollouts, rollout_numbers = _numbered(step.rollouts)
         rollouts = RolloutCounts(
-            tokens=_sums(step.tokens, of_rollout, num_rollouts)[of_rollout[here]],
-            rows=_sums((step.tokens > 0).long(), of_rollout, num_rollouts)[of_rollout[here]],
+            tokens=_sums(step.tokens, rollout_numbers, num_rollouts)[rollout_numbers[here]],
+            rows=_sums((step.tokens > 0).long(), rollout_numbers, num_rollouts)[rollout_numbers[here]],
         )
     if step.prompts is not None:
-        num_prompts, of_prompt = _numbered(step.prompts)
+        num_prompts, prompt_numbers = _numbered(step.prompts)
         prompt_of = torch.zeros(num_rollouts or num_samples, dtype=torch.int64)  # [R]: that of one of the rollout's samples
-        prompt_of[of_rollout] = of_prompt
-        _check_one_prompt(of_rollout[prompt_of[of_rollout] != of_prompt], of_rollout[here], rollout_ids or [])
-        prompt_tokens = _sums(step.tokens, of_prompt, num_prompts)[of_prompt[here]]
+        prompt_of[rollout_numbers] = prompt_numbers
+        _check_one_prompt(rollout_numbers[prompt_of[rollout_numbers] != prompt_numbers], rollout_numbers[here], rollout_ids or [])
+        prompt_tokens = _sums(step.tokens, prompt_numbers, num_prompts)[prompt_numbers[here]]
         if samples_per_prompt is not None:
             kind = "rollouts" if has_rollouts else "samples"
             sizes = prompt_of.bincount()
-            _check_group_sizes(sizes, of_prompt[here], prompt_ids or [], samples_per_prompt, allow_partial_prompt_groups, kind)
+            _check_group_sizes(sizes, prompt_numbers[here], prompt_ids or [], samples_per_prompt, allow_partial_prompt_groups, kind)
     return StepCounts(StepTotals(num_samples, num_prompts, num_tokens, num_rollouts), own.tokens, prompt_tokens, rollouts)
 
 
@@ -244,14 +244,14 @@ def _sums(values: Tensor, places: Tensor, size: int) -> Tensor:  # [N] int64, [N
     return torch.zeros(size, dtype=torch.int64).index_add_(0, places, values)
 
 
-def _check_one_prompt(wrong: Tensor, of_rollout: Tensor, rollout_ids: Sequence[int | str]) -> None:  # [*], [S]
+def _check_one_prompt(wrong: Tensor, rollout_numbers: Tensor, rollout_ids: Sequence[int | str]) -> None:  # [*], [S]
     """Raises DataError on all ranks where a rollout's samples have different prompts; a rank that has one of them names it.
 
-    wrong: the numbers of such rollouts. of_rollout: those of this rank's samples.
+    wrong: the numbers of such rollouts. rollout_numbers: those of this rank's samples.
     """
     if not wrong.numel():
         return
-    own = torch.isin(of_rollout, wrong).nonzero()[:1, 0].tolist()
+    own = torch.isin(rollout_numbers, wrong).nonzero()[:1, 0].tolist()
     name = f"rollout {rollout_ids[own[0]]!r}" if own else "a rollout of other data-parallel ranks"
     raise DataError(
         f"{name} has samples of two prompts: the rows of a rollout share one prompt; give each rollout of the step an id of its "
@@ -364,7 +364,7 @@ def _count_mask(mask: Tensor) -> int | None:  # [response_length] on the CPU
 
 def _check_group_sizes(
     sizes: Tensor,  # [P]
-    of_prompt: Tensor,  # [S] of this rank's samples: an index into sizes
+    prompt_numbers: Tensor,  # [S] of this rank's samples: an index into sizes
     prompt_ids: Sequence[int | str],
     samples_per_prompt: int,
     allow_partial: bool,
@@ -375,7 +375,7 @@ def _check_group_sizes(
     for size, is_bad in ((largest, largest > samples_per_prompt), (smallest, smallest < samples_per_prompt)):
         if not is_bad or (size < samples_per_prompt and allow_partial):
             continue
-        own = (sizes[of_prompt] == size).nonzero()[:1, 0].tolist()
+        own = (sizes[prompt_numbers] == size).nonzero()[:1, 0].tolist()
         name = f"prompt {prompt_ids[own[0]]!r}" if own else "a prompt of another data-parallel rank"
         declare = f"every prompt has {size}, so give --samples-per-prompt {size}; or else " if smallest == largest else ""
         if size > samples_per_prompt:

@@ -93,7 +93,7 @@ class Formula:
     def renamed(self, names: Mapping[str, str]) -> Formula:
         return Formula({names.get(name, name): power for name, power in self.powers.items()})
 
-    def of_one_sample(self) -> Formula:
+    def for_single_samples(self) -> Formula:
         """The formula where each sample is a rollout: 1/(R M_j) is 1/(N m_i)."""
         others = {OF_ONE_SAMPLE[name]: power for name, power in self.powers.items() if name in OF_ONE_SAMPLE}
         kept = self.without(*OF_ONE_SAMPLE)
@@ -169,7 +169,7 @@ class AggregationRecord:
     @property
     def formula(self) -> Formula | None:
         """The weight of a token where each sample is a rollout."""
-        return None if self.rollout_formula is None else self.rollout_formula.of_one_sample()
+        return None if self.rollout_formula is None else self.rollout_formula.for_single_samples()
 
     @property
     def counts_rollouts(self) -> bool:
@@ -256,7 +256,7 @@ def register_loss_aggregation(
     function = _function_of(parsed)
     function.__module__ = sys._getframe(1).f_globals["__name__"]  # who declares it, as namedtuple does
     counts = tuple(keyword for letter, keyword in _OF_ROLLOUTS.items() if letter in parsed.powers)
-    letters = parsed.of_one_sample().powers
+    letters = parsed.for_single_samples().powers
     needs = tuple(count for letter, count in COUNTS.items() if letter in letters and count in STEP_COUNTS)
     AGGREGATIONS.add(name, AggregationRecord(name, function, counts, parsed, source, needs, "L" in parsed.powers))
     return function
@@ -343,9 +343,9 @@ def sample_token_weights(
     record = get_loss_aggregation(aggregation)
     check_totals(totals)
     check_counts("token_counts", token_counts)
-    of_rollouts = {"rollout_token_counts": rollout_token_counts, "rows_of_rollout": rows_of_rollout}
-    _check_needs(record, totals, prompt_token_counts, of_rollouts, divisor)
-    _check_values(token_counts, {"prompt_token_counts": prompt_token_counts} | of_rollouts, totals if are_of_step else None)
+    rollout_counts = {"rollout_token_counts": rollout_token_counts, "rows_of_rollout": rows_of_rollout}
+    _check_needs(record, totals, prompt_token_counts, rollout_counts, divisor)
+    _check_values(token_counts, {"prompt_token_counts": prompt_token_counts} | rollout_counts, totals if are_of_step else None)
     given = {
         "prompt_token_counts": prompt_token_counts,
         "rollout_token_counts": token_counts if rollout_token_counts is None else rollout_token_counts,
@@ -396,7 +396,7 @@ def _check_needs(
     record: AggregationRecord,
     totals: StepTotals,
     prompt_token_counts: Tensor | None,
-    of_rollouts: Mapping[str, Tensor | None],
+    rollout_counts: Mapping[str, Tensor | None],
     divisor: float | None,
 ) -> None:
     """Raises ConfigError where a count that the record needs is missing, or a divisor is missing, of no use or not positive; and
@@ -405,7 +405,7 @@ def _check_needs(
     missing = [name for name in given if name.rpartition(".")[2] in (record.needs or ()) and given[name] is None]
     if missing:
         raise ConfigError(f"{record.name} needs {missing[0]}: pass prompt_ids to count_step, and what it counts to the weights")
-    for name, counts in of_rollouts.items():
+    for name, counts in rollout_counts.items():
         if totals.num_rollouts is None and counts is not None:
             raise DataError(f"{name} with {totals}, which count no rollouts: pass the counts and totals of one count_step")
         if totals.num_rollouts is not None and counts is None and name in record.rollout_counts:

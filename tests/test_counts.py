@@ -308,6 +308,6 @@ def test_a_function_gets_the_counts_of_rollouts_that_it_names():
 
 
 def test_a_formula_of_rollouts_is_one_of_samples_where_each_is_one():
-    assert Formula.parse("1 / (N R M_j^2 k_j L)").of_one_sample() == Formula(N=-2, m_i=-2, L=-1)
+    assert Formula.parse("1 / (N R M_j^2 k_j L)").for_single_samples() == Formula(N=-2, m_i=-2, L=-1)
     record = get_loss_aggregation("sample_mean")
     assert (str(record.rollout_formula), str(record.formula), record.needs) == ("1/(R M_j)", "1/(N m_i)", ("num_samples",))

@@ -394,8 +394,8 @@ def backends_on_rank(rank, function, is_fused):
     """The backend that each call of `function` is given while the policy's and the reference's log-probabilities are measured."""
     trainer = tiny_trainer(PolicyLossConfig(policy_loss_backend="torch", fused_lm_head_loss=is_fused, kl_coefficient=0.1))
     with mock.patch.object(responses_module, function, wraps=getattr(responses_module, function)) as spied:
-        for of_reference in (False, True):
-            trainer.log_probs([ragged_step()], of_reference=of_reference)
+        for with_reference in (False, True):
+            trainer.log_probs([ragged_step()], with_reference=with_reference)
     return [call.kwargs.get("backend") for call in spied.call_args_list]
 
 

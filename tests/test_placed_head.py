@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.args import HEAD_REMEDY, host_named, of_head
+from megatron_rl.hosts.args import HEAD_REMEDY, head_places, host_named
 from megatron_rl.hosts.contract import OWN
 from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.heads.carrier import Carrier, carry
@@ -88,7 +88,7 @@ def test_a_host_that_builds_its_model_in_another_way_is_refused_by_the_init_hook
 
 
 def problems_of_slime(*, is_fused: bool) -> list[str]:
-    return [text for one in of_head(is_fused=is_fused) for text in one.problems("slime", SLIME.training_package, HEAD_REMEDY)]
+    return [text for one in head_places(is_fused=is_fused) for text in one.problems("slime", SLIME.training_package, HEAD_REMEDY)]
 
 
 def test_the_fp32_head_does_not_ask_how_the_host_measures(monkeypatch):

@@ -299,8 +299,8 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
     replayed = {"router_replay": replay}
     pool.run(runs_on_rank, tmp_path, {"one": replayed | {"save_rollouts": str(file)}}, world_size=1)
     pool.run(runs_on_rank, tmp_path, {"two": replayed, "file": replayed | {"rollouts": str(file)}}, world_size=2, **{EP: 2})
-    truth, two, of_file = (cases.metrics_of(tmp_path / name) for name in ("one", "two", "file"))
-    assert cases.unlike_metrics(of_file, truth) == []
+    truth, two, from_file = (cases.metrics_of(tmp_path / name) for name in ("one", "two", "file"))
+    assert cases.unlike_metrics(from_file, truth) == []
     # Phantoms are counted where old log-probabilities are given. Without a file the first step is measured for its routes alone.
     assert truth[0].pop(PHANTOMS) == 0 and (PHANTOMS in two[0]) == (replay == "old_log_probs")
     two[0].pop(PHANTOMS, None)

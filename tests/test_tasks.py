@@ -137,12 +137,12 @@ def test_each_epoch_visits_every_prompt_once_in_another_order(tmp_path):
 
 def test_a_vocabulary_is_saved_and_compared_on_resume(tmp_path):
     """Catches a changed prompts file under an old checkpoint, whose token ids would mean other characters."""
-    path, vocabulary = tmp_path / "vocabulary.json", CharacterVocabulary.of_texts(["ba", "\u00e9c"])
+    path, vocabulary = tmp_path / "vocabulary.json", CharacterVocabulary.from_texts(["ba", "\u00e9c"])
     vocabulary.save(path)
     assert json.loads(path.read_text()) == {"characters": "abc\u00e9", "end_token": 4}
     vocabulary.check_saved(path)
     with pytest.raises(ConfigError, match="holds the characters 'abc\u00e9', the prompts file has 'abcd'"):
-        CharacterVocabulary.of_texts(["abcd"]).check_saved(path)
+        CharacterVocabulary.from_texts(["abcd"]).check_saved(path)
 
 
 MALFORMED = [

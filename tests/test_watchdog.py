@@ -194,7 +194,7 @@ def test_a_restart_neither_forgets_nor_repeats():
             found += len(lines)
         warned.append(found)
         state = json.loads(json.dumps(dataclasses.asdict(watchdog)))
-        start = Start.of_counters({"progress": {"num_steps": 9}, "recent_rewards": [], "watchdog": state})
+        start = Start.from_counters({"progress": {"num_steps": 9}, "recent_rewards": [], "watchdog": state})
     assert warned == [0, 1, 0] and start.progress.num_steps == 9
 
 

@@ -28,13 +28,13 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage = "megatron-rl train [--task TASK | --prompts FILE --reward module.function | --rollouts FILE] [flags] [@FILE]"
     parser.epilog = "@FILE: a file with a flag in each line, as --lr=0.001; the last value of a flag counts."
     add_megatron_rl_args(parser, arguments)
-    of_loss = parser._action_groups[-1]
-    of_loss.title, of_loss.description = (
+    loss_group = parser._action_groups[-1]
+    loss_group.title, loss_group.description = (
         "loss",
         "What a step minimises, how it is aggregated and corrected, and what is measured of it.",
     )
-    of_groups = next(flag for flag in of_loss._group_actions if flag.dest == "samples_per_prompt")
-    of_groups.help = f"Samples of each prompt. Unset: {DEFAULT_SAMPLES_PER_PROMPT}, or as many as --rollouts begins with."
+    samples_flag = next(flag for flag in loss_group._group_actions if flag.dest == "samples_per_prompt")
+    samples_flag.help = f"Samples of each prompt. Unset: {DEFAULT_SAMPLES_PER_PROMPT}, or as many as --rollouts begins with."
     try:
         add_train_args(parser)
     except ArgumentError as error:  # the flags of a loss of one's own come first

@@ -75,7 +75,7 @@ class Fields:
     place: str
 
     @classmethod
-    def of_file(cls, path: Path, what: str) -> Fields:
+    def from_file(cls, path: Path, what: str) -> Fields:
         """what: of which kind the folder is not, where this file cannot be read."""
         try:
             content = read_json(path)

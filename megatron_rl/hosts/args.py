@@ -100,7 +100,7 @@ ADVANTAGES = Replaced("actor", "compute_advantages_and_returns", ("args", "rollo
 HEAD_REMEDY = "our head cannot be placed; remove --fused-lm-head-loss and --fp32-lm-head"
 
 
-def of_head(*, is_fused: bool) -> tuple[Replaced, ...]:
+def head_places(*, is_fused: bool) -> tuple[Replaced, ...]:
     return (BUILDER, MEASURE) if is_fused else (BUILDER,)
 
 
@@ -255,8 +255,8 @@ class HostLaunch:
     def own_rollout_functions(self) -> str:
         """The user's own functions, as typed: each may return several samples for one rollout."""
         paths = {name: self[name] for name in ("custom_generate_function_path", "rollout_function_path")}
-        of_hosts = {path for host in rollout_hosts() for path in host.rollout_functions}
-        return ", ".join(f"{flag_of(name)} {path}" for name, path in paths.items() if path and path not in of_hosts)
+        host_paths = {path for host in rollout_hosts() for path in host.rollout_functions}
+        return ", ".join(f"{flag_of(name)} {path}" for name, path in paths.items() if path and path not in host_paths)
 
 
 def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
@@ -348,8 +348,8 @@ def host_config(launch: HostLaunch) -> PolicyLossConfig:
             known = ", ".join(POLICY_LOSS_OF_ESTIMATOR)
             problems.append(f"--advantage-estimator {estimator} names no policy loss, as {known} do: give --policy-loss")
     theirs: dict[str, tuple[str, Any, bool]] = {}
-    for name, (option, of_host) in values_of_host(launch).items():
-        value = _without_bound(name, of_host, policy_loss)
+    for name, (option, host_bounds) in values_of_host(launch).items():
+        value = _without_bound(name, host_bounds, policy_loss)
         theirs[name] = (flag_of(option), value, option in given and value != UNTYPED.get(name))
     merged, conflicts = with_host_values(given | {"policy_loss": policy_loss}, theirs)
     try:

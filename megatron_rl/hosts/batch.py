@@ -113,7 +113,7 @@ class HostResponses:
             own: list[list[Tensor]] = [[] for _ in rows.lengths.total]
             for piece, part in zip(pieces, parts, strict=True):
                 own[piece.sample].append(part)
-            return [_concatenate(of_sample, values.dtype, values.device) for of_sample in own]
+            return [_concatenate(sample_parts, values.dtype, values.device) for sample_parts in own]
 
         lists = joined(rows.pieces, [values[piece.row : piece.row + piece.length] for piece in rows.pieces])
         if rows.pieces is rows.zigzag_pieces:
@@ -159,8 +159,8 @@ class _Rows:
 
     def place(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [T]
         """A part for each piece; 0 in the other rows."""
-        of_pieces = [torch.arange(piece.row, piece.row + piece.length, device=self.device) for piece in self.pieces]
-        places, values = _concatenate(of_pieces, torch.int64, self.device), _concatenate(parts, dtype, self.device)
+        piece_places = [torch.arange(piece.row, piece.row + piece.length, device=self.device) for piece in self.pieces]
+        places, values = _concatenate(piece_places, torch.int64, self.device), _concatenate(parts, dtype, self.device)
         return torch.zeros(self.num_rows, dtype=dtype, device=self.device).index_copy(0, places, values)
 
     def labels(self) -> Tensor:  # [T]

@@ -28,9 +28,9 @@ from megatron_rl.hosts.args import (
     REWARD_LINE,
     HostLaunch,
     correction_of_host,
+    head_places,
     known_correction,
     names_ours,
-    of_head,
     read_launch,
 )
 from megatron_rl.hosts.dense_rows import is_proportional
@@ -349,9 +349,9 @@ def sampler_and_trainer_score_alike(launch: HostLaunch) -> Iterator[str]:
     if is_ours:
         readers += ["--use-opsm"] * launch["use_opsm"] + typed_readers(launch.ours)
     add = f", or add {SUPPORT_FLAG}" if is_ours and any(name in on for name in kept.filters) else ""
-    if kept.has_reference and (of_trainer := on.pop("rollout_top_p", None)) and is_ours:
+    if kept.has_reference and (trainer_top_p := on.pop("rollout_top_p", None)) and is_ours:
         why = "the trainer computes old log-probabilities among the kept tokens, and our loss over the whole vocabulary"
-        yield f"{of_trainer}: {why}, so that the ratio is off by the kept mass; set --rollout-top-p 1{add}"
+        yield f"{trainer_top_p}: {why}, so that the ratio is off by the kept mass; set --rollout-top-p 1{add}"
     for problem in sampler_problems(Sampler(kept=[*on.values()], engine="SGLang"), readers):
         yield f"{problem}{add}"
 
@@ -471,7 +471,7 @@ def this_process_trains_it(launch: HostLaunch) -> Iterator[str]:
 def host_is_as_known(launch: HostLaunch) -> Iterator[str]:
     """Where ours are put around its functions."""
     host, flags = launch.host, _head_flags(launch)
-    for one in of_head(is_fused="--fused" in flags) if flags else ():
+    for one in head_places(is_fused="--fused" in flags) if flags else ():
         yield from one.problems(host.name, host.training_package, HEAD_REMEDY)
     for one in (FORWARD, ADVANTAGES) if _skips(launch) else ():
         yield from one.problems(host.name, host.training_package, SKIP_REMEDY)

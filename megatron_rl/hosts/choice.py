@@ -102,14 +102,14 @@ class Reader:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What of a launch decides the scale. title: as the start line begins. terms: who adds KL and entropy, and as what mean.
-    rollouts: whether the rows of a rollout are counted. of_token_mean: the title of a trainer whose default is token_mean."""
+    rollouts: whether the rows of a rollout are counted. token_mean_host: the title of a trainer whose default is token_mean."""
 
     title: str
     config: PolicyLossConfig
     terms: str
     rollouts: Rollouts
     sampler: Sampler | None
-    of_token_mean: str
+    token_mean_host: str
 
     @property
     def record(self) -> AggregationRecord:
@@ -121,7 +121,7 @@ class Launch:
 
     def tell(self, run: Run, totals: StepTotals | None, *, num_data: int | None = None) -> None:
         """The line of the first step, once a run. totals, num_data: as step_line."""
-        words = (self.title, self.config, totals, self.terms, self.rollouts, num_data, self.of_token_mean)
+        words = (self.title, self.config, totals, self.terms, self.rollouts, num_data, self.token_mean_host)
         run.tell(self.title, lambda: step_line(*words))
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ def make_launch(
     sampler: Sampler | None = None,
     terms: str = "",
     rollouts: Rollouts = EACH_ROW,
-    of_token_mean: str = "",
+    token_mean_host: str = "",
     problems: Sequence[str] = (),
 ) -> Launch:
     """Raises one ConfigError with every problem: `problems`, those of the readers, and those that are true of every trainer."""
@@ -227,7 +227,7 @@ def make_launch(
         found += sampler_problems(sampler, [*typed_readers(partial(getattr, config), "{}={}".format), *corrections, *compares])
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
-    return Launch(title=title, config=config, terms=terms, rollouts=rollouts, sampler=sampler, of_token_mean=of_token_mean)
+    return Launch(title=title, config=config, terms=terms, rollouts=rollouts, sampler=sampler, token_mean_host=token_mean_host)
 
 
 def _is_read(field: str, loss: PolicyLoss, record: AggregationRecord) -> bool:

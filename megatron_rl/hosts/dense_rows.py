@@ -115,11 +115,11 @@ def loss_of_rows(
     if totals is None:
         weights = torch.ones(num_rows, device=mask.device)
     else:
-        of_weights = token_counts if counted is None else counted.sum(-1)
+        weight_counts = token_counts if counted is None else counted.sum(-1)
         divisor = config.loss_aggregation_divisor
         weights = sample_token_weights(
             aggregation,
-            of_weights,
+            weight_counts,
             totals,
             prompt_token_counts=prompt_token_counts,
             divisor=divisor,
@@ -190,12 +190,12 @@ def step_line(
     regularizers: str,
     rollouts: Rollouts,
     num_data: int | None,
-    of_token_mean: str,
+    token_mean_host: str,
 ) -> str:
     """The line of the first step: its ranks, what a token and a rollout weigh, who computes KL and entropy.
 
     totals: None where they are not told, as where the trainer has put all weights into the advantages. num_data: see
-    ranks_in_words. of_token_mean: the title of a trainer whose default is token_mean.
+    ranks_in_words. token_mean_host: the title of a trainer whose default is token_mean.
     """
     has_several = rollouts.ids is not None and (totals is None or totals.num_rollouts not in (None, totals.num_samples))
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
@@ -214,9 +214,9 @@ def step_line(
         parts.append(f"step of {totals.num_samples} samples" + f" of {totals.num_rollouts} rollouts" * has_several)
     parts += [
         f"on {ranks_in_words(num_data=num_data)}",
-        f"weight of a token {weight_in_words(record, known, of_rollouts=has_several)}" + ", in the advantages" * in_advantages,
+        f"weight of a token {weight_in_words(record, known, with_rollouts=has_several)}" + ", in the advantages" * in_advantages,
         f"a rollout is the rows of one {rollouts.ids}" if has_several else "a row is a whole rollout",
-        f"weights {shift_in_words(record, divisor, of_token_mean)}",
+        f"weights {shift_in_words(record, divisor, token_mean_host)}",
         regularizers,
     ]
     return " | ".join(parts)
@@ -245,9 +245,9 @@ def carry_prompt_weights(
     token_counts = mask[:, 1:].bool().sum(-1)
     _, group = torch.unique(prompt_ids.to(mask.device), dim=0, return_inverse=True)
     num_samples, num_prompts = len(token_counts), max(group[token_counts > 0].unique().numel(), 1)
-    of_group = torch.zeros(num_samples, dtype=token_counts.dtype, device=token_counts.device).index_add(0, group, token_counts)
+    group_tokens = torch.zeros(num_samples, dtype=token_counts.dtype, device=token_counts.device).index_add(0, group, token_counts)
     totals = StepTotals(num_samples=num_samples, num_prompts=num_prompts, num_tokens=int(token_counts.sum()))
-    weights = sample_token_weights("prompt_mean", token_counts, totals, prompt_token_counts=of_group[group])
+    weights = sample_token_weights("prompt_mean", token_counts, totals, prompt_token_counts=group_tokens[group])
     factors = weights * token_counts * num_samples  # (1 / (P M_g)) / (1 / (N m_i))
     return _mark(torch.where(mask.bool(), advantages.float() * factors[:, None], 0.0), token_counts, num_samples)
 

@@ -105,7 +105,7 @@ def custom_loss(
     support = rows.sampling_support
     if support is not None:
         options["sampling_support"] = support if config.fused_lm_head_loss else support.to(logits.device)
-    of_tokens = (
+    token_inputs = (
         rows.labels,
         old_log_probs,
         rows.per_token["advantages"],
@@ -122,7 +122,7 @@ def custom_loss(
             config.policy_loss,
             hidden,
             inputs.weight,
-            *of_tokens,
+            *token_inputs,
             max_logits_bytes=config.max_logits_bytes,
             sequence_parallel=is_sequence_parallel,
             fp32_logits=config.fp32_lm_head,
@@ -132,7 +132,7 @@ def custom_loss(
         flat = logits.flatten(0, 1)
         is_last = is_last_reader(launch, flat, cp_group)
         scale = run.scale if is_last else None
-        output = policy_loss(config.policy_loss, flat, *of_tokens, inplace=is_last, loss_scale=scale, **options)
+        output = policy_loss(config.policy_loss, flat, *token_inputs, inplace=is_last, loss_scale=scale, **options)
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
         if run.guard.is_armed:  # hooks.before_train_step looks at it once a step
             run.guard.record_nonfinite(output.num_nonfinite.sum())
@@ -250,9 +250,9 @@ def _old_log_probs(launch: HostLaunch, rows: HostBatch) -> Tensor | None:  # [T]
     return None if _is_on_policy(launch) else rows.per_token.get("log_probs")
 
 
-def _entropy(rows: HostBatch, of_tokens: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
+def _entropy(rows: HostBatch, token_inputs: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
     documents = document_ids(rows.cu_seqlens, rows.labels.numel())
-    return torch.where(rows.loss_mask, not_none(of_tokens).double() * spread(weights.double(), documents), 0.0).sum()
+    return torch.where(rows.loss_mask, not_none(token_inputs).double() * spread(weights.double(), documents), 0.0).sum()
 
 
 # The host's own metric names and divisor, from what the loss has computed; no gradient goes through them

@@ -86,13 +86,13 @@ OFFER = Offer(title=TITLE, setting=NAME, gives=gives, carried=("prompt_mean",))
 
 
 def stages(weight: Formula, record: AggregationRecord, *, per_token: bool) -> tuple[list[Stage], list[Stage]]:
-    of_samples: list[Stage] = [("loss", weight, "the weight, from counts of the step")]
+    sample_stages: list[Stage] = [("loss", weight, "the weight, from counts of the step")]
     if record.needs_prompts:
         mean = Formula(N=-1, m_i=-1)
         estimator: Stage = ("estimator", weight / mean, "the launcher's estimator scales the sample's advantage")
-        of_samples = [estimator, ("loss", mean, "the weight of sample_mean")]
+        sample_stages = [estimator, ("loss", mean, "the weight of sample_mean")]
     gather = "each cp rank has the whole loss, and the gather of log-probabilities adds their gradients"
-    return of_samples, [
+    return sample_stages, [
         ("NeMo-RL", Formula(M=1, cp=-2), "its wrappers divide by cp, and multiply by M / cp"),
         TIMES_CP,
         ("gather", Formula(cp=1), gather),
@@ -137,7 +137,7 @@ def read(master_config: Any) -> Launch:
         offers=("kl_estimator",),
         sampler=sampler,
         terms=terms,
-        of_token_mean=TITLE,
+        token_mean_host=TITLE,
         problems=problems,
     )
 

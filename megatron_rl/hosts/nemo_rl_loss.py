@@ -89,8 +89,8 @@ class NemoLoss:
             # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
             behind = data["generation_logprobs"][:, 1:] if get_policy_loss(config.policy_loss).anchor == "rollout" else old
             reference = data["reference_policy_logprobs"][:, 1:]
-            of_samples = kl_of_tokens(config.kl_estimator, unfiltered, reference, behind, mask).sum(-1)
-            kl = config.kl_coefficient * (regularizer_weights(mask.sum(-1), counted) * of_samples).sum()
+            sample_values = kl_of_tokens(config.kl_estimator, unfiltered, reference, behind, mask).sum(-1)
+            kl = config.kl_coefficient * (regularizer_weights(mask.sum(-1), counted) * sample_values).sum()
             metrics["kl_penalty"] = kl.item() / config.kl_coefficient
         loss = output.loss if kl is None else output.loss + kl
         clipped = metrics_of(output).get("policy/clipped_ratio_fraction", 0.0)

@@ -178,8 +178,8 @@ def count_rollouts(
     """Raises DataError as count_step does. A prompt group is complete when its rollouts are there."""
     positions = positions_of(rollouts)
     totals, rollout_tokens, prompt_tokens, _ = count_step(
-        [torch.cat([masks[position] for position in of_one]) for of_one in positions.values()],
-        None if prompts is None else [prompts[of_one[0]] for of_one in positions.values()],
+        [torch.cat([masks[position] for position in members]) for members in positions.values()],
+        None if prompts is None else [prompts[members[0]] for members in positions.values()],
         SINGLE,
         samples_per_prompt=samples_per_prompt,
         allow_partial_prompt_groups=config.allow_partial_prompt_groups,

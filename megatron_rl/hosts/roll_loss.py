@@ -78,7 +78,7 @@ class RollLoss:
             )
         importance = columns.get("train_infer_is_weight", None)
         rows, width = logits.shape[:2]
-        of_tokens = (
+        token_inputs = (
             on_this_rank(torch.where(mask, columns["input_ids"][:, 1:], 0)),
             None if self.is_on_policy else on_this_rank(columns["old_log_probs"].float()),
             on_this_rank(columns["advantages"].float()),
@@ -110,16 +110,18 @@ class RollLoss:
             "metrics": config.policy_metrics,
         }
         if config.fused_lm_head_loss:
-            output = self._of_hidden(logits, of_tokens, options)
+            output = self._of_hidden(logits, token_inputs, options)
         else:
             # ROLL reads them no more. A write into a slice would be one into what the others keep for their backwards.
             is_last = is_alone(logits) and resolve_backend(Backend.AUTO, logits) == Backend.TRITON
             scale = self.scale if is_last else None
-            output = policy_loss(config.policy_loss, logits.flatten(0, 1), *of_tokens, inplace=is_last, loss_scale=scale, **options)
+            output = policy_loss(
+                config.policy_loss, logits.flatten(0, 1), *token_inputs, inplace=is_last, loss_scale=scale, **options
+            )
         refuse_nonfinite(output.num_nonfinite)
         return output.loss, _metrics(output)
 
-    def _of_hidden(self, rows: Tensor, of_tokens: tuple[Any, ...], options: dict[str, Any]) -> PolicyLossOutput:
+    def _of_hidden(self, rows: Tensor, token_inputs: tuple[Any, ...], options: dict[str, Any]) -> PolicyLossOutput:
         """Of what our head gives in the place of logits. Float32 logits, as our log-probabilities have them."""
         if not isinstance(rows, CarriedRows):
             raise ConfigError(
@@ -132,7 +134,7 @@ class RollLoss:
             self.launch.config.policy_loss,
             hidden.flatten(0, 1).to(claim.weight.dtype),
             claim.weight,
-            *of_tokens,
+            *token_inputs,
             max_logits_bytes=self.launch.config.max_logits_bytes,
             fp32_logits=True,
             **options,

@@ -148,7 +148,7 @@ def read(algorithm: Any, words: Words, whole: Any = None) -> Launch:
         sampler=None if whole is None else sampler_of(driver),
         terms="KL and entropy are SkyRL's, means over micro-batches",
         rollouts=Rollouts(several=f"{STEP_WISE}=true", ids="trajectory") if words.is_step_wise else EACH_ROW,
-        of_token_mean=TITLE,
+        token_mean_host=TITLE,
     )
 
 

@@ -140,8 +140,8 @@ def step_in_words(launch: HostLaunch) -> str:
     rollouts, prompts = counts_of_step(launch)
     if rollouts is None:
         return "step of as many samples as come"
-    of_prompts = "" if prompts is None else f", {prompts} prompts"
-    return f"step of {rollouts} rollouts (one of several samples counts once){of_prompts}"
+    prompts_text = "" if prompts is None else f", {prompts} prompts"
+    return f"step of {rollouts} rollouts (one of several samples counts once){prompts_text}"
 
 
 def terms_in_words(config: PolicyLossConfig) -> str:
@@ -207,17 +207,17 @@ def check_model_contract(args: Namespace, model_config) -> None:
     """The host scales the loss by its argument, and Megatron divides by the model's config: both must say the same. The auxiliary
     losses of the model must keep their scale too, wherever they were set."""
     launch = read_launch(args)
-    of_args, of_model = launch.is_per_token, bool(model_config.calculate_per_token_loss)
-    if of_args != of_model:
-        remedy = "remove --calculate-per-token-loss" if of_args else "add it, or set --context-parallel-size 1"
+    in_arguments, in_model = launch.is_per_token, bool(model_config.calculate_per_token_loss)
+    if in_arguments != in_model:
+        remedy = "remove --calculate-per-token-loss" if in_arguments else "add it, or set --context-parallel-size 1"
         raise ConfigError(
-            f"calculate_per_token_loss is {of_args} in the arguments and {of_model} in the model's config, which was changed after "
-            f"parsing: the host scales the loss for one contract and Megatron divides for the other; {remedy}"
+            f"calculate_per_token_loss is {in_arguments} in the arguments and {in_model} in the model's config, which was changed "
+            f"after parsing: the host scales the loss for one contract and Megatron divides for the other; {remedy}"
         )
     settings = {"context_parallel_size": launch["context_parallel_size"], **vars(model_config)}
     settings["enable_mtp_training"] = launch["enable_mtp_training"]
-    problems = list(auxiliary_loss_problems(settings | {"calculate_per_token_loss": of_model}, Route.REDUCER))
+    problems = list(auxiliary_loss_problems(settings | {"calculate_per_token_loss": in_model}, Route.REDUCER))
     problems += [*expert_problems(vars(model_config)), *model_problems(vars(model_config))]
-    problems += unscaled_indexer(settings | {"calculate_per_token_loss": of_model})
+    problems += unscaled_indexer(settings | {"calculate_per_token_loss": in_model})
     if problems:
         raise ConfigError(problems)

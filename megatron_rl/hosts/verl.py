@@ -163,7 +163,7 @@ def read(actor: Any, whole: Any = None) -> Launch:
         sampler=None if whole is None else sampler_of(driver),
         terms=f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss",
         rollouts=rollouts_of(driver),
-        of_token_mean=TITLE,
+        token_mean_host=TITLE,
         problems=problems,
     )
 

@@ -64,9 +64,9 @@ def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rows_of(launch: Launch, totals: StepTotals, counts: Tensor) -> RowCounts:  # [S, 4], see COUNTS
-    tokens, of_prompts, of_rollouts, rows = counts.unbind(-1)
-    rollouts = None if totals.num_rollouts is None else RolloutCounts(of_rollouts, rows)
-    return RowCounts(totals, tokens, of_prompts if launch.counts_prompts else None, rollouts)
+    tokens, prompt_tokens, rollout_tokens, rows = counts.unbind(-1)
+    rollouts = None if totals.num_rollouts is None else RolloutCounts(rollout_tokens, rows)
+    return RowCounts(totals, tokens, prompt_tokens if launch.counts_prompts else None, rollouts)
 
 
 def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any) -> tuple[StepTotals, Tensor]:
@@ -86,11 +86,11 @@ def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any
     sizes = {} if prompts is None or launch.config.allow_partial_prompt_groups else {"samples_per_prompt": group_size}
     columns = torch.zeros(len(own), 4, dtype=torch.int64)
     columns[:, 0] = own
-    of_prompts, of_rollouts = None, None
+    prompt_tokens, rollout_counts = None, None
     try:
         rollouts = None if uids is None or sessions is None else [f"{uids[row]}_{sessions[row]}" for row in kept]
         counts = count_step(None, prompts, dp_group, token_counts=own[kept], rollout_ids=rollouts, **sizes)
-        totals, _, of_prompts, of_rollouts = counts
+        totals, _, prompt_tokens, rollout_counts = counts
     except EmptyStep:  # on all ranks: verl trains on it, and each weight is 0
         totals = StepTotals(num_samples=1, num_prompts=1, num_tokens=1, num_rollouts=None if sessions is None else 1)
     except GroupSizeError as error:
@@ -98,10 +98,10 @@ def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any
     if launch.config.one_sample_per_rollout and totals.rollouts != totals.num_samples:
         text = f"{totals.num_samples} rows of {totals.rollouts} rollouts, and {ONE_SAMPLE}=true says that each has one row"
         raise DataError(f"the mini-batch has {text}: remove it, and rollouts are counted")
-    if of_prompts is not None:
-        columns[kept, 1] = of_prompts
-    if of_rollouts is not None:
-        columns[kept, 2:] = torch.stack([*of_rollouts], -1)
+    if prompt_tokens is not None:
+        columns[kept, 1] = prompt_tokens
+    if rollout_counts is not None:
+        columns[kept, 2:] = torch.stack([*rollout_counts], -1)
     return totals, columns.to(tokens.device)
 
 

@@ -151,9 +151,9 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     outcomes = all_gather_objects((answers, failure))
     if own is not None:
         raise own
-    for rank, (_, of_rank) in enumerate(outcomes):
-        if of_rank is not None:
-            kind, text = of_rank
+    for rank, (_, problem) in enumerate(outcomes):
+        if problem is not None:
+            kind, text = problem
             raise kind(f"rank {rank}: {text}")
     return [answer for answers, _ in outcomes for answer in answers]
 

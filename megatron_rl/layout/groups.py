@@ -249,13 +249,13 @@ def check_dp_group_excludes_cp(dp_group: Group) -> None:
     parallel_state = _initialised_parallel_state()
     if parallel_state is None or dp_group.size() == 1:
         return
-    of_dp = set(dist.get_process_group_ranks(process_group(dp_group)))
+    dp_ranks = set(dist.get_process_group_ranks(process_group(dp_group)))
     for name, group in (
         ("context", parallel_state.get_context_parallel_group()),
         ("tensor", parallel_state.get_tensor_model_parallel_group()),
         ("pipeline", parallel_state.get_pipeline_model_parallel_group()),
     ):
-        shared = of_dp.intersection(dist.get_process_group_ranks(group))
+        shared = dp_ranks.intersection(dist.get_process_group_ranks(group))
         if len(shared) > 1:
             raise ConfigError(
                 f"dp_group holds the {name}-parallel ranks {sorted(shared)}, whose samples are the same: each would be counted "

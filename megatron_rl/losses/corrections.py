@@ -333,13 +333,13 @@ def correct(
         log_ratio = sums["old_to_rollout"]
         if settings.level == CorrectionLevel.SEQUENCE_MEAN:
             log_ratio = log_ratio / sums["counts"].clamp(min=1)
-        of_samples = bounded_exp(log_ratio)
-        parts = (of_samples, *_bounded(settings, of_samples))
+        sample_ratios = bounded_exp(log_ratio)
+        parts = (sample_ratios, *_bounded(settings, sample_ratios))
         ratios, weights, is_kept = (spread(part, documents) for part in parts)
         weigh = CORRECTIONS[settings.kind].weigh_tokens
         if weigh is not None:
-            of_tokens = bounded_exp(old_log_probs - rollout_log_probs)
-            weights = weights * _checked(settings, "its weights of tokens", weigh(of_tokens), of_tokens)
+            token_ratios = bounded_exp(old_log_probs - rollout_log_probs)
+            weights = weights * _checked(settings, "its weights of tokens", weigh(token_ratios), token_ratios)
     elif settings.has_factor:
         ratios = bounded_exp(old_log_probs - rollout_log_probs)
         weights, is_kept = _bounded(settings, ratios)

@@ -248,8 +248,8 @@ class PackedAttention(nn.Module):
                 f"PackedAttention was called with attn_mask_type={attn_mask_type.name}, but it computes only causal "
                 "attention; Megatron's key-value cache uses no_mask: generate with whole forwards"
             )
-        of_call = None if packed_seq_params is None else vars(packed_seq_params).get("cp_group")  # since Megatron-Core 0.16
-        cp_group = resolve_group(self.cp_group if of_call is None else of_call, "cp")
+        call_group = None if packed_seq_params is None else vars(packed_seq_params).get("cp_group")  # since Megatron-Core 0.16
+        cp_group = resolve_group(self.cp_group if call_group is None else call_group, "cp")
         is_packed = query.dim() == 3
         if is_packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))

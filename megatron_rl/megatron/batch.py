@@ -319,7 +319,7 @@ def _runs(starts: Tensor, lengths: Tensor) -> Tensor:  # [N], [N] -> [sum of len
 
 
 def _joined(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=dtype), *(of_sample.to(dtype) for of_sample in values)])
+    return torch.cat([torch.empty(0, dtype=dtype), *(one.to(dtype) for one in values)])
 
 
 def _routes_of_tokens(samples: Sequence[PolicySample]) -> Tensor | None:  # [tokens but each sample's last, num_moe_layers, topk]

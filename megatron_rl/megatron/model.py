@@ -253,8 +253,8 @@ def _mend_biases_of_experts(model: GPTModel) -> None:
     for name, module in model.named_modules():
         if is_of_expert(name) and name.endswith("linear_fc2") and getattr(module, "bias", None) is not None:
             module.register_forward_hook(lambda layer, inputs, answer: (answer[0].clone(), *answer[1:]))
-            of_weight = vars(module.weight).get("tensor_model_parallel", False)
-            vars(module.bias).update(sequence_parallel=False, tensor_model_parallel=of_weight)
+            is_parallel = vars(module.weight).get("tensor_model_parallel", False)
+            vars(module.bias).update(sequence_parallel=False, tensor_model_parallel=is_parallel)
 
 
 def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> None:
@@ -298,12 +298,12 @@ def global_parameter_name(model: GPTModel, name: str) -> str:
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name
-    number, of_mtp, kind, rest = layer.groups()
-    if of_mtp is None:
+    number, mtp_layer, kind, rest = layer.groups()
+    if mtp_layer is None:
         module = model.decoder.layers[int(number)]
         prefix = f"decoder.layers.{module.layer_number - 1}"
     else:
-        module, prefix = getattr(model.mtp.layers[int(of_mtp)], kind), f"mtp.layers.{of_mtp}.transformer_layer"
+        module, prefix = getattr(model.mtp.layers[int(mtp_layer)], kind), f"mtp.layers.{mtp_layer}.transformer_layer"
     for own, fused in _FUSED_NAMES.items():
         place, _, layer_norm = fused.rpartition(".")
         # A mixture of experts has no mlp.linear_fc1, and multi-latent attention no linear_qkv: the norm before them is by itself.
@@ -336,9 +336,9 @@ def sharding_of(name: str, parameter: Tensor) -> tuple[int | None, Group]:
     Of experts by their names: Megatron does not tell Transformer Engine that an expert is sharded, and the mark that it then gives
     to the weight of the second layer has the wrong dimension.
     """
-    of_expert = _PARAMETER_OF_EXPERT.fullmatch(name) if is_of_expert(name) else None
-    if of_expert is not None:
-        return _EXPERT_SHARDS[of_expert[1]], resolve_group(None, "expert_tp")
+    expert_layer = _PARAMETER_OF_EXPERT.fullmatch(name) if is_of_expert(name) else None
+    if expert_layer is not None:
+        return _EXPERT_SHARDS[expert_layer[1]], resolve_group(None, "expert_tp")
     is_sharded = vars(parameter).get("tensor_model_parallel", False)  # Megatron's mark
     return (vars(parameter)["partition_dim"] if is_sharded else None), resolve_group(None, "tp")
 

@@ -75,9 +75,9 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: 
                 "least one token each must lie in the bin"
             )
         num_explained += num_unmasked
-        of_sample: dict[str, Any] = {name: values[predicting] for name, values in rows.items()}
-        of_sample |= {"prompt_id": prompt_id, "rollout_id": rollout_id}
-        samples.append(StepSample(tokens=tokens[start : start + length], advantage=advantage, **of_sample))
+        sample_fields: dict[str, Any] = {name: values[predicting] for name, values in rows.items()}
+        sample_fields |= {"prompt_id": prompt_id, "rollout_id": rollout_id}
+        samples.append(StepSample(tokens=tokens[start : start + length], advantage=advantage, **sample_fields))
     num_unmasked = sum(value != 0 for value in rows["loss_mask"])
     if num_unmasked != num_explained:
         raise DataError(
@@ -203,7 +203,7 @@ def batches_of_step(
     if rollout_of_row is not None and config.one_sample_per_rollout:
         raise ConfigError("--one-sample-per-rollout has no effect beside rollout_of_row, which names each row's rollout: remove it")
     samples = [samples_of_bin(packed, prompt_of_row, rollout_of_row) for packed in bins]
-    mine = [sample for of_bin in samples for sample in of_bin]
+    mine = [sample for bin_samples in samples for sample in bin_samples]
     weighted, totals = weigh_samples(config, mine, groups)
     in_order = iter(weighted)
     context = StepContext(
@@ -212,7 +212,10 @@ def batches_of_step(
         num_routed_tokens=count_routed_tokens(config, mine, groups),
         num_further_tokens=None if model_config is None else count_further_tokens(model_config, mine, groups),
     )
-    return [_batch(packed, [next(in_order) for _ in of_bin], context, groups) for packed, of_bin in zip(bins, samples, strict=True)]
+    return [
+        _batch(packed, [next(in_order) for _ in bin_samples], context, groups)
+        for packed, bin_samples in zip(bins, samples, strict=True)
+    ]
 
 
 def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepContext, groups: ParallelGroups) -> PolicyBatch:

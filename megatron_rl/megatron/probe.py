@@ -46,8 +46,8 @@ class ProbeResult:
 
     @property
     def in_words(self) -> str:
-        of_experts = "" if self.expert_ratio is None else f", of experts {self.expert_ratio:.6g}"
-        return f"ratio {self.ratio:.6g}{of_experts}"
+        expert_ratios = "" if self.expert_ratio is None else f", of experts {self.expert_ratio:.6g}"
+        return f"ratio {self.ratio:.6g}{expert_ratios}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ def probe_schedule(
         tuple_of, parts, ddp_config=ddp_config, calculate_per_token_loss=calculate_per_token_loss, **hybrid
     )
     expected = _sum_over_step(parts, groups)
-    of_experts = [gradient / expected for gradient in measured.experts]
+    expert_ratios = [gradient / expected for gradient in measured.experts]
     contract = "per-token: (loss x T, tokens)" if calculate_per_token_loss else "unit: (loss x D x M, 1)"
-    farthest = max(of_experts, key=lambda ratio: abs(ratio - 1.0), default=None)
+    farthest = max(expert_ratios, key=lambda ratio: abs(ratio - 1.0), default=None)
     result = ProbeResult(measured.dense / expected, contract, megatron_version(), farthest)
     for ratio, whose in ((result.ratio, ""), (result.expert_ratio, " for the parameters of experts")):
         if ratio is not None and not abs(ratio - 1.0) <= TOLERANCE:
@@ -176,8 +176,8 @@ def run_one_parameter(
     dense = float(all_gather_stack(summed("parameter"), groups.dp_cp)[0])
     if not reduces_experts_apart():
         return MeasuredGradients(dense, ())
-    of_expert = all_gather_stack(summed("expert"), resolve_group(None, "expert_dp"))[0]
-    return MeasuredGradients(dense, tuple(all_gather_stack(of_expert, resolve_group(None, "expert_mp")).tolist()))
+    expert_sums = all_gather_stack(summed("expert"), resolve_group(None, "expert_dp"))[0]
+    return MeasuredGradients(dense, tuple(all_gather_stack(expert_sums, resolve_group(None, "expert_mp")).tolist()))
 
 
 def reduces_experts_apart() -> bool:

@@ -49,7 +49,7 @@ def response_log_probs(
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # [T]
         if inputs is None:
             rows = logits.flatten(0, 1)
-            of_rows: LogitsKeywords = {
+            logits_keywords: LogitsKeywords = {
                 "loss_mask": batch.loss_mask,
                 "temperature": temperature,
                 "vocab_size": vocab_size,
@@ -57,9 +57,9 @@ def response_log_probs(
                 "backend": backend,
                 "sampling_support": batch.sampling_support,
             }
-            return vocab_parallel_log_probs(rows, batch.labels, **of_rows)
+            return vocab_parallel_log_probs(rows, batch.labels, **logits_keywords)
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
-        of_head: LinearKeywords = {
+        head_keywords: LinearKeywords = {
             "loss_mask": batch.host.loss_mask,
             "temperature": temperature,
             "vocab_size": vocab_size,
@@ -70,7 +70,7 @@ def response_log_probs(
             "sequence_parallel": is_sequence_parallel,
             "fp32_logits": head.is_fp32,
         }
-        return linear_log_probs(hidden, inputs.weight, batch.labels, **of_head)
+        return linear_log_probs(hidden, inputs.weight, batch.labels, **head_keywords)
 
     results = []
     for batch, sizes in zip(batches, lengths, strict=True):

@@ -44,7 +44,7 @@ class SupportValues:
     sizes: Tensor  # ids that were kept
 
 
-def of_tokens(name: str, value: Callable[[CorrectionValues], Tensor | None], normaliser: str = "num_corrected_tokens") -> Metric:
+def token_share(name: str, value: Callable[[CorrectionValues], Tensor | None], normaliser: str = "num_corrected_tokens") -> Metric:
     """The share of tokens, of those that the normaliser counts."""
     return Metric(name, value, weight=Weight.TOKEN, normaliser=normaliser, present_with=normaliser)
 
@@ -106,14 +106,14 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
     count("num_negative_tokens", lambda given: given.advantages < 0),
     count("correction_weight_sum", lambda given: given.correction.weights),
     count("correction_weight_squared_sum", lambda given: given.correction.weights.double().square()),
-    of_tokens("correction_kept_tokens", lambda given: given.correction.is_kept),
+    token_share("correction_kept_tokens", lambda given: given.correction.is_kept),
     sample_mean("correction_kept_samples", lambda given: given.correction.is_kept, "num_corrected_samples"),
-    of_tokens("correction_kept_positive", lambda given: given.correction.is_kept & (given.advantages > 0), "num_positive_tokens"),
-    of_tokens("correction_kept_negative", lambda given: given.correction.is_kept & (given.advantages < 0), "num_negative_tokens"),
+    token_share("correction_kept_positive", lambda given: given.correction.is_kept & (given.advantages > 0), "num_positive_tokens"),
+    token_share("correction_kept_negative", lambda given: given.correction.is_kept & (given.advantages < 0), "num_negative_tokens"),
     sample_mean("correction_off_policy", lambda given: given.correction.is_off_policy, "num_corrected_samples"),
     sample_mean("correction_weight", lambda given: given.correction.weights, "num_corrected_samples"),
-    of_tokens("correction_at_low", lambda given: given.correction.is_low),
-    of_tokens("correction_at_high", lambda given: given.correction.is_high),
+    token_share("correction_at_low", lambda given: given.correction.is_low),
+    token_share("correction_at_high", lambda given: given.correction.is_high),
     Metric(
         "correction_largest_weight",
         lambda given: given.correction.weights,
@@ -161,8 +161,8 @@ def rollout_statistics(
     phantom is a placeholder that was never measured. Staleness is summed over the ranks that give it.
     """
     difference = is_phantom = None
-    of_token = spread(1.0 / token_counts.clamp(min=1).double(), document_ids(cu_seqlens, loss_mask.numel()))
-    share = torch.where(loss_mask, of_token, 0.0)
+    inverse_counts = spread(1.0 / token_counts.clamp(min=1).double(), document_ids(cu_seqlens, loss_mask.numel()))
+    share = torch.where(loss_mask, inverse_counts, 0.0)
     if rollout_log_probs is not None:
         trained = log_probs if old_log_probs is None else old_log_probs
         difference = trained.double() - rollout_log_probs.double()

@@ -232,7 +232,7 @@ def run_one_read(
     with_entropy: bool,
     out: Tensor,  # [T, V], may be the logits' own storage
     with_bounds: bool = False,
-    **of_loss: Any,  # the kernel's arguments of a loss
+    **loss_arguments: Any,  # the kernel's arguments of a loss
 ) -> RowResult:  # maximum and total are undefined without with_bounds
     """One launch, no communication."""
     rows, gradient = flat_rows(logits), flat_rows(out)
@@ -264,7 +264,7 @@ def run_one_read(
             num_warps=configuration.num_warps,
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=True,
-            **(NO_LOSS | of_loss),
+            **(NO_LOSS | loss_arguments),
         )
     # Autograd does not see the write of a kernel. Its version counter protects logits that another backward still needs.
     torch.autograd.graph.increment_version(out)

@@ -135,22 +135,22 @@ class SupportLogProbs(torch.autograd.Function):
             is_label = sets.ids == labels[rows][sets.rows]
             statistics[rows] = row_statistics(x[pairs], is_label, sets.rows, sets.offsets, shard.inverse_temperature)
         maximum, total, log_probs, _ = merge_shards(all_gather_stack(statistics, tp_group), loss_mask, shard)
-        of_all: tuple[Tensor, ...] = ()
+        vocabulary_parts: tuple[Tensor, ...] = ()
         if with_entropy:
             full = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=True)
-            of_all = (full.maximum, full.total, full.entropy)
+            vocabulary_parts = (full.maximum, full.total, full.entropy)
         ctx.support, ctx.shard, ctx.inplace, ctx.kernels = support, shard, inplace, kernels
         ctx.shape = logits.shape, logits.dtype
         ctx.set_materialize_grads(False)
         # In place another backward through these logits must raise, whatever it reads.
-        ctx.save_for_backward(logits if with_entropy or inplace else None, labels, loss_mask, x, maximum, total, *of_all)
-        return log_probs, of_all[-1] if with_entropy else None
+        ctx.save_for_backward(logits if with_entropy or inplace else None, labels, loss_mask, x, maximum, total, *vocabulary_parts)
+        return log_probs, vocabulary_parts[-1] if with_entropy else None
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """All of the logits' gradient is written. Rows whose coefficients are 0 are 0."""
-        logits, labels, loss_mask, x, maximum, total, *of_all = ctx.saved_tensors
+        logits, labels, loss_mask, x, maximum, total, *vocabulary_parts = ctx.saved_tensors
         support, shard, (shape, dtype) = ctx.support, ctx.shard, ctx.shape
         if logits is None:
             out = torch.empty(shape, dtype=dtype, device=labels.device)
@@ -162,17 +162,17 @@ class SupportLogProbs(torch.autograd.Function):
             out.zero_()
         else:
             is_needed |= entropy_gradient != 0
-            ctx.kernels.gradient(logits, labels, loss_mask, *of_all, None, entropy_gradient, shard, out=out)
+            ctx.kernels.gradient(logits, labels, loss_mask, *vocabulary_parts, None, entropy_gradient, shard, out=out)
         is_needed = is_needed if loss_mask is None else is_needed & loss_mask
         for rows, pairs, sets in support.blocks():
-            of_pairs = sets.rows
-            is_label = sets.ids == labels[rows][of_pairs]
-            of_kept = (of_pairs, maximum[rows], total[rows], c[rows])
-            values = score_gradient(x[pairs], is_label, *of_kept, shard.inverse_temperature)
+            pair_rows = sets.rows
+            is_label = sets.ids == labels[rows][pair_rows]
+            kept_parts = (pair_rows, maximum[rows], total[rows], c[rows])
+            values = score_gradient(x[pairs], is_label, *kept_parts, shard.inverse_temperature)
             if entropy_gradient is not None:
-                of_entropy = [part[rows] for part in (*of_all, entropy_gradient)]
-                values += entropy_gradient_of_pairs(x[pairs], of_pairs, of_entropy, shard.inverse_temperature)
-            values = torch.where(is_needed[rows][of_pairs], values.mul_(shard.inverse_temperature), 0.0)
+                entropy_parts = [part[rows] for part in (*vocabulary_parts, entropy_gradient)]
+                values += entropy_gradient_of_pairs(x[pairs], pair_rows, entropy_parts, shard.inverse_temperature)
+            values = torch.where(is_needed[rows][pair_rows], values.mul_(shard.inverse_temperature), 0.0)
             write_pairs(out[rows], values, sets, shard)
         return out, *[None] * 8
 
@@ -191,10 +191,10 @@ def pair_logits(
 def entropy_gradient_of_pairs(
     x: Tensor,  # [k] logits of pairs
     rows: Tensor,  # [k] int64 in [0, n)
-    of_rows: list[Tensor],  # [n] each: maximum, total and entropy over the vocabulary, dL / dentropy
+    row_parts: list[Tensor],  # [n] each: maximum, total and entropy over the vocabulary, dL / dentropy
     inverse_temperature: float,
 ) -> Tensor:  # [k]: -e p_v (ln p_v + H), as in the kernels of rows, because the pair's place gets one sum, rounded once
-    maximum, total, entropy, coefficients = of_rows
+    maximum, total, entropy, coefficients = row_parts
     z = (x - maximum[rows]).mul_(inverse_temperature)
     p = z.exp().div_(total[rows])
     return -coefficients.to(x.dtype)[rows] * p * (z.clamp_(min=EXPONENT_FLOOR) + (entropy - total.log())[rows])
@@ -317,8 +317,8 @@ def score_pairs(
 
 
 def pair_gradient(scores: PairScores, pairs: Pairs, coefficients: Tensor, shard: VocabShard) -> Tensor:  # c [n] -> g [k]
-    of_rows = (pairs.places, scores.maximum, scores.total, coefficients, shard.inverse_temperature)
-    return score_gradient(scores.x, pairs.is_label, *of_rows).mul_(shard.inverse_temperature)
+    row_parts = (pairs.places, scores.maximum, scores.total, coefficients, shard.inverse_temperature)
+    return score_gradient(scores.x, pairs.is_label, *row_parts).mul_(shard.inverse_temperature)
 
 
 def multiply_reference(

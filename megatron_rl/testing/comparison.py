@@ -163,25 +163,25 @@ def compare_shards(
     if has_experts:
         shards, replicas = (resolve_group(None, "expert_mp"), groups.pp), resolve_group(None, "expert_dp")
         worst = worst + _farthest(found, expected, True, shards, replicas)
-    products, differences, squares, of_truth = worst.tolist()
-    ratio = products / of_truth
+    products, differences, squares, truth_square = worst.tolist()
+    ratio = products / truth_square
     # Along and beside: |found|^2 = ratio^2 |truth|^2 + residual^2 |truth|^2; rounding may take the difference below 0.
-    residual = max(squares / of_truth - ratio**2, 0.0) ** 0.5
-    return Comparison(ratio=ratio, gradient_error=(differences / of_truth) ** 0.5, residual=residual)
+    residual = max(squares / truth_square - ratio**2, 0.0) ** 0.5
+    return Comparison(ratio=ratio, gradient_error=(differences / truth_square) ** 0.5, residual=residual)
 
 
 def _farthest(
-    found: Sequence[Shards], expected: Mapping[str, Tensor], of_experts: bool, shards: Sequence[Group], replicas: Group
+    found: Sequence[Shards], expected: Mapping[str, Tensor], are_experts: bool, shards: Sequence[Group], replicas: Group
 ) -> Tensor:  # [4] float64
     """found x truth, |found - truth|^2, |found|^2, |truth|^2 of the replica that is farthest off. What all ranks of the group of
     the shards hold counts 1 / size on each."""
     sums = torch.zeros(4, dtype=torch.float64)
-    for name, shard in (item for gradients in found for item in gradients.items() if is_of_expert(item[0]) == of_experts):
+    for name, shard in (item for gradients in found for item in gradients.items() if is_of_expert(item[0]) == are_experts):
         one, truth, share = shard.gradient, expected[name], 1.0 / shard.size if shard.dim is None else 1.0
         pairs = [(one, truth), (one - truth, one - truth), (one, one), (truth, truth)]
         sums += share * torch.stack([(first * second).sum() for first, second in pairs])
     sums = sums.cuda() if torch.cuda.is_available() else sums
     for group in shards:
         sums = all_reduce_sum(sums, group)
-    of_replicas = all_gather_stack(sums, replicas).cpu()
-    return of_replicas[of_replicas[:, 1].argmax()]  # NaN counts as the largest
+    replica_sums = all_gather_stack(sums, replicas).cpu()
+    return replica_sums[replica_sums[:, 1].argmax()]  # NaN counts as the largest

@@ -62,7 +62,7 @@ def joined(shards: Sequence[Shard]) -> Tensor:
     if dim is None:
         return shards[0].gradient
     by_shard = [shard.gradient.chunk(shard.parts, dim) for shard in shards]
-    return torch.cat([part for of_part in zip(*by_shard, strict=True) for part in of_part], dim)
+    return torch.cat([part for pieces in zip(*by_shard, strict=True) for part in pieces], dim)
 
 
 Shards = dict[str, Shard]  # by global name
@@ -308,7 +308,7 @@ def make_step_batches(
     samples, totals = weigh_samples(policy_config, mine, groups)
     weighed = dict(zip(numbers, samples, strict=True))
     if layout.context_sizes:
-        weighed = {number: sample for of_rank in all_gather_objects(weighed) for number, sample in of_rank.items()}
+        weighed = {number: sample for rank_samples in all_gather_objects(weighed) for number, sample in rank_samples.items()}
     parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step))] for index in range(layout.num_microbatches)]
     sizes = layout.contexts
     context = StepContext(

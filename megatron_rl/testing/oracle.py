@@ -291,7 +291,7 @@ def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], setting
     weights = []
     for sample, rollout, count in zip(samples, rollouts, counts, strict=True):
         siblings = [other for name, other in zip(rollouts, counts, strict=True) if name == rollout]
-        of_prompt = [other for one, other in zip(samples, counts, strict=True) if one.prompt == sample.prompt]
+        prompt_counts = [other for one, other in zip(samples, counts, strict=True) if one.prompt == sample.prompt]
         numbers = Counts(
             N=len(samples),
             R=len({*rollouts}),
@@ -299,7 +299,7 @@ def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], setting
             T=sum(counts),
             m=count,
             Mj=sum(siblings),
-            M=sum(of_prompt),
+            M=sum(prompt_counts),
             kj=sum(other > 0 for other in siblings),
             L=settings.divisor,
         )
@@ -307,8 +307,8 @@ def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], setting
     return weights
 
 
-def joined(of_samples: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *of_samples])
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
 
 
 class StepTerms:
@@ -341,26 +341,26 @@ class StepTerms:
         values = [vectors[i][t] if vectors[i] is not None else 0.0 for i, t in zip(self.owners, self.places, strict=True)]
         return torch.tensor(values, dtype=torch.float64)
 
-    def correct(self, of_samples: list[list[int]]) -> None:
+    def correct(self, sample_places: list[list[int]]) -> None:
         """The factors, w, and which tokens are dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
         settings, logs = self.settings, (self.old - self.rollout).detach()
         level = LEVELS[settings.level]
-        self.ratios = bounded_exp(joined([level(logs[tokens]) for tokens in of_samples]))
+        self.ratios = bounded_exp(joined([level(logs[tokens]) for tokens in sample_places]))
         if settings.correction == "none":
             self.ratios = torch.ones_like(logs)
         usual = USUAL_BOUNDS.get((settings.correction, settings.level), (0.0, math.inf))
-        self.bounds = [of_paper if given is None else given for given, of_paper in zip(settings.bounds, usual, strict=True)]
+        self.bounds = [published if given is None else given for given, published in zip(settings.bounds, usual, strict=True)]
         self.factors = CORRECTIONS[settings.correction](self.ratios, bounded_exp(logs), *self.bounds)
-        divergences = [(self.rollout - self.new.detach())[tokens].mean().expand(len(tokens)) for tokens in of_samples]
+        divergences = [(self.rollout - self.new.detach())[tokens].mean().expand(len(tokens)) for tokens in sample_places]
         delta = math.inf if settings.sequence_delta is None else settings.sequence_delta
         self.is_off_policy = (self.advantages < 0) & (joined(divergences) > delta)
         self.factors = torch.where(self.is_off_policy, 0.0, self.factors)
 
     def add_up(self) -> None:
         settings, live = self.settings, [len(tokens) for tokens in self.of_samples]
-        of_policy = token_weights(self.samples, live, settings)
-        of_others = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
-        weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (of_policy, of_others))
+        policy_weights = token_weights(self.samples, live, settings)
+        other_weights = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
+        weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (policy_weights, other_weights))
         value, trained = ESTIMATORS[settings.kl_estimator](self.scores.compared, self.given("ref"), self.log_ratio)
         self.policy = (weights * self.importance * self.factors * self.values).sum()
         self.kl = (others * (value.detach() + trained - trained.detach())).sum()

@@ -314,12 +314,12 @@ def _forget_router_losses() -> None:
 def _groups_on_one_device() -> contextlib.AbstractContextManager[Any]:
     """Each gloo device has a thread that wakes every 10 ms, and torch gives each group its own device: a layout has twenty."""
     c10d: Any = dist.distributed_c10d
-    of_torch: Any = c10d.ProcessGroupGloo
-    device = of_torch.create_default_device()
+    gloo: Any = c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
 
-    class OnOneDevice(of_torch):
+    class OnOneDevice(gloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **keywords):
-            options = of_torch._Options()
+            options = gloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             for name, value in keywords.items():
                 setattr(options, name, value)

@@ -94,8 +94,8 @@ def scores_of(
 ) -> list[oracle.Scores]:
     """Of each sample, with its masked tokens, on the CPU."""
     settings = oracle.DenseSettings(temperature=temperature)
-    rows = [(of_one.cpu(), sample.tokens[-len(sample.loss_mask) :]) for of_one, sample in zip(logits, samples, strict=True)]
-    return [oracle.scores_of(*of_one, settings) for of_one in rows]
+    rows = [(one.cpu(), sample.tokens[-len(sample.loss_mask) :]) for one, sample in zip(logits, samples, strict=True)]
+    return [oracle.scores_of(*row, settings) for row in rows]
 
 
 def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], config: PolicyLossConfig) -> Tensor:
@@ -111,8 +111,8 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
     def unmasked(name: str) -> Tensor:
         return torch.cat([getattr(one, name)[mask] for one, mask in zip(scores, masks, strict=True)])
 
-    of_step = oracle.Scores(unmasked("log_probs"), unmasked("entropy"), unmasked("compared"))
-    return oracle.StepTerms(samples, of_step, settings_of(config)).loss()
+    step_scores = oracle.Scores(unmasked("log_probs"), unmasked("entropy"), unmasked("compared"))
+    return oracle.StepTerms(samples, step_scores, settings_of(config)).loss()
 
 
 def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
@@ -138,7 +138,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
 
 
 def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
-    def of_sample(tokens: oracle.Tokens) -> oracle.Result:
+    def sample_result(tokens: oracle.Tokens) -> oracle.Result:
         size = len(tokens.log_ratio)
         computed = {"token_counts": torch.full_like(tokens.advantages, float(size)), "entropy": tokens.entropy}
         inputs = (tokens.log_ratio, tokens.advantages, tokens.log_probs)[: 2 + loss.takes_log_probs]
@@ -149,7 +149,7 @@ def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
         value = loss.function(*inputs, **{name: computed[name] for name in loss.needs}, **clips, **tokens.settings.parameters)
         return value.value if isinstance(value, LossValue) else value, torch.zeros(size, dtype=torch.bool)
 
-    return of_sample
+    return sample_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ def mtp_loss_by_hand(model, samples: Sequence[StepSample], tiny: TinyGPT) -> Ten
             for place, bit in enumerate(sample.loss_mask, length - len(sample.loss_mask)):
                 if bit and place - 1 - k >= 0:
                     shares[k - 1].append(-scores[place - 1 - k, sample.tokens[place]])
-    return factor / depth * torch.stack([torch.stack(of_layer).mean() for of_layer in shares]).sum()
+    return factor / depth * torch.stack([torch.stack(layer_shares).mean() for layer_shares in shares]).sum()
 
 
 def model_logits(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:

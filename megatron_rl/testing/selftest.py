@@ -71,8 +71,8 @@ SECONDS_FOR_A_ROW = 180.0
 
 def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object) -> dict[str, object]:
     low, high = BOUNDS[level]
-    of_kind = {"importance_correction": kind, "importance_correction_level": level}
-    return {**of_kind, "importance_correction_low": low, "importance_correction_high": high, **others}
+    correction = {"importance_correction": kind, "importance_correction_level": level}
+    return {**correction, "importance_correction_low": low, "importance_correction_high": high, **others}
 
 
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if name in oracle.AGGREGATIONS)
@@ -172,7 +172,7 @@ def truth_of_terms(
 
 def step_of_term(samples: Sequence[StepSample], scores: Sequence[oracle.Scores], config: PolicyLossConfig) -> list[StepSample]:
     """The samples with old log-probabilities, and with the reference's and the sampler's where the term needs them."""
-    new = [of_sample.log_probs.tolist() for of_sample in scores]
+    new = [one.log_probs.tolist() for one in scores]
     bounds = [bound for name, bound in config.loss_parameters.items() if name == "clip_ratio_c"]
     step = with_anchors(samples, new, config.policy_loss, bounds)
     numbers, level, given = random.Random(2), config.importance_correction_level, []
@@ -221,8 +221,8 @@ def per_token_cases() -> list[Case]:
 
 def chosen(cases: Sequence[Case], policy_loss: str | None = None, texts: Sequence[str] = ()) -> list[Case]:
     """The cases of a loss, and with one of the texts in their names, where these are given. Raises ConfigError for none."""
-    of_loss = [case for case in cases if policy_loss in (None, case.policy_loss)]
-    found = [case for case in of_loss if not texts or any(text in str(case) for text in texts)]
+    loss_cases = [case for case in cases if policy_loss in (None, case.policy_loss)]
+    found = [case for case in loss_cases if not texts or any(text in str(case) for text in texts)]
     if not found:
         text = " or ".join(map(repr, texts)) or "any text"
         raise ConfigError(f"no row is of {policy_loss or 'any loss'}, with {text} in its name: without flags all rows run")
@@ -268,15 +268,15 @@ class WholeSteps:
 
     def measure(self, case: Case) -> RowResult:
         """Where some parameters are wrong and others are right, with their names, and the figures of the first."""
-        model, of_loss = self._model(case.is_per_token, case.has_own_groups), self.truths[case.policy_loss, case.term]
-        step, truth = model.step(case.config, of_loss.samples), of_loss.by_aggregation[case.aggregation]
+        model, truths = self._model(case.is_per_token, case.has_own_groups), self.truths[case.policy_loss, case.term]
+        step, truth = model.step(case.config, truths.samples), truths.by_aggregation[case.aggregation]
         found, names = compare(step, truth, model.groups), ""
         if not found.gradient_error < BOUND:
             trained = [name for name, gradient in truth.gradient.items() if gradient.any()]
-            of_each = {name: compare_part(step, truth, model.groups, [name]) for name in trained}
-            wrong = [name for name, one in of_each.items() if not one.gradient_error < BOUND]
+            comparisons = {name: compare_part(step, truth, model.groups, [name]) for name in trained}
+            wrong = [name for name, one in comparisons.items() if not one.gradient_error < BOUND]
             if 0 < len(wrong) < len(trained):
-                found, names = of_each[wrong[0]], f"{', '.join(wrong)}: "
+                found, names = comparisons[wrong[0]], f"{', '.join(wrong)}: "
         cause = found.cause(BOUND, self.sizes)
         figures = (found.ratio, found.gradient_error, found.loss_error, found.norm_error)
         return RowResult(str(case), not cause, *figures, cause and names + cause)
@@ -308,8 +308,8 @@ def complete_layout(asked: Layout, world_size: int) -> Layout:
 def truths_of(samples: list[StepSample], tiny: TinyGPT, cases: Sequence[Case]) -> dict[tuple[str, str], LossTruth]:
     model = double_model(tiny, samples)
     rows = [(case.policy_loss, case.aggregation, case.term) for case in cases]
-    of_mtp = mtp_loss_by_hand(model, samples, tiny)
-    return truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), rows, of_mtp)
+    mtp_loss = mtp_loss_by_hand(model, samples, tiny)
+    return truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), rows, mtp_loss)
 
 
 def model_for(layout: Layout) -> TinyGPT:

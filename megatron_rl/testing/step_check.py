@@ -120,12 +120,12 @@ def check_step(
         rows = []
         for number, (logits, gradient) in enumerate(zip(own.logits, own.gradients, strict=True)):
             part, places = (groups.dp_cp.rank(), number), places_of(batches[number])
-            microbatch, of_one = read_microbatch(part, logits, gradient, places, samples, config, groups, vocab_size)
+            microbatch, read_rows = read_microbatch(part, logits, gradient, places, samples, config, groups, vocab_size)
             microbatches.append(microbatch)
-            rows += of_one
+            rows += read_rows
         return [] if groups.tp.rank() else rows  # all ranks of tp have the same
 
-    rows = [row for of_rank in on_all_ranks(read) for row in of_rank]
+    rows = [row for rank_rows in on_all_ranks(read) for row in rank_rows]
     known = known_tokens(rows, samples)
     step = dense_step(samples, known, config)
     scale = partial(
@@ -281,7 +281,7 @@ def dense_step(
 ) -> DenseStep:
     """parts: (sample, place) of the tokens that are a step by themselves, with the counts of their own samples and tokens; (): all
     are one step. Communication: none."""
-    leaves = [column.clone().requires_grad_() for of_sample in known for column in of_sample.unbind(1)]
+    leaves = [column.clone().requires_grad_() for sample_rows in known for column in sample_rows.unbind(1)]
     scores = [oracle.Scores(log_probs, entropy, log_probs) for log_probs, entropy in zip(leaves[::2], leaves[1::2], strict=True)]
 
     def loss_of(part: set[tuple[int, int]]) -> Tensor:
@@ -293,12 +293,12 @@ def dense_step(
     loss = torch.stack([loss_of(part) for part in parts]).sum() if parts else loss_by_hand(samples, scores, config)
     gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
     # An old log-probability of NaN is not known, and the derivative then neither.
-    of_log_probs = [
+    log_prob_gradients = [
         gradient if sample.old_log_probs is None else gradient + 0.0 * gradient.new_tensor(sample.old_log_probs)
         for sample, gradient in zip(samples, gradients[::2], strict=True)
     ]
     scale = scale_of_terms(samples, config.loss_aggregation, config.loss_aggregation_divisor or DIVISOR)
-    return DenseStep(float(loss.detach()), scale, (of_log_probs, gradients[1::2]))
+    return DenseStep(float(loss.detach()), scale, (log_prob_gradients, gradients[1::2]))
 
 
 class _Alternative(NamedTuple):
@@ -370,8 +370,8 @@ class _Mistakes:
                 "that must have none. Give each sample of the step to one micro-batch, and the loss the clip and "
                 "`loss_parameters` of config; a ratio within rounding of the clip may lie on either side"
             )
-        of_samples = [[row for row in both if row.sample == number] for number in range(len(self.samples))]
-        if all(self.is_multiple(self.right, of_sample) for of_sample in of_samples):
+        rows_by_sample = [[row for row in both if row.sample == number] for number in range(len(self.samples))]
+        if all(self.is_multiple(self.right, sample_rows) for sample_rows in rows_by_sample):
             return (
                 "each sample's tokens are off by a factor of their own: its advantage, its weight or its ratio is another. Compare "
                 "advantages, token weights and old log-probabilities with those of `samples` and config"
@@ -385,7 +385,7 @@ class _Mistakes:
     def is_multiple(self, step: DenseStep, rows: Sequence[Row]) -> bool:
         """Whether the gradient by these rows is the step's but for one factor."""
         products = [row.products_with(step.derivatives) for row in rows]
-        found, right, product = (sum(of_rows[i] for of_rows in products) for i in range(3))
+        found, right, product = (sum(row_products[i] for row_products in products) for i in range(3))
         return not rows or (right > 0 and found - product**2 / right <= self.match**2 * found)
 
     def is_explained(self, one: _Alternative, tokens: Sequence[Row]) -> bool:

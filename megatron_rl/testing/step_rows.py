@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
     def products_with(self, derivatives: Derivatives) -> tuple[float, float, float]:
         """|g|^2, |other|^2 and g x other for the other gradient c d + e h; 0 where it is not known."""
-        c, e = (float(of_samples[self.sample][self.place]) for of_samples in derivatives)
+        c, e = (float(sample_values[self.sample][self.place]) for sample_values in derivatives)
         if math.isnan(c) or math.isnan(e):
             return 0.0, 0.0, 0.0
         return self.gg, c * c * self.dd + 2 * c * e * self.dh + e * e * self.hh, c * self.gd + e * self.gh
@@ -77,8 +77,8 @@ class Microbatch:
 
     def target(self, derivatives: Derivatives) -> Tensor:  # [rows, V_tp] float32: of the step's loss by this rank's logits
         log_probs, entropy = (
-            self.log_prob_gradients.new_tensor([of_samples[sample][place] for sample, place in self.places])[:, None]
-            for of_samples in derivatives
+            self.log_prob_gradients.new_tensor([sample_values[sample][place] for sample, place in self.places])[:, None]
+            for sample_values in derivatives
         )
         own = (log_probs * self.log_prob_gradients + entropy * self.entropy_gradients)[:, self.columns].float()
         target = torch.zeros_like(self.own_logits, dtype=torch.float32)
@@ -115,7 +115,7 @@ def read_microbatch(
     products = [(one * other).sum(1) for one, other in combinations_with_replacement((own, by_log_prob, by_entropy), 2)]
     columns = [*products, tokens.log_probs, tokens.entropy, *_token_and_temperature(leaf.detach(), own), padding]
     values = torch.stack([column.detach().double() for column in columns], 1).tolist()
-    rows = [Row(part, *place, *of_row) for place, of_row in zip(named, values, strict=True)]
+    rows = [Row(part, *place, *row_values) for place, row_values in zip(named, values, strict=True)]
     rows += [Row(part, -1, -1, square) for square in found[~is_placed].square().sum(1).tolist() if square]
     start = 0 if logits.shape[1] >= vocab_size else groups.tp.rank() * logits.shape[1]
     microbatch = Microbatch(

@@ -200,7 +200,7 @@ def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -
 
 def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
     """The samples with the reference policy's log-probabilities."""
-    return _with(microbatches, "ref_log_probs", trainer.log_probs(microbatches, of_reference=True))
+    return _with(microbatches, "ref_log_probs", trainer.log_probs(microbatches, with_reference=True))
 
 
 def _lack(name: str, trainer: PolicyTrainer, microbatches: Microbatches) -> bool:

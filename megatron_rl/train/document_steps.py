@@ -35,21 +35,21 @@ class DocumentSteps:
         self._file_steps: StepAccumulator | None = None
         self._place: dict = {}
 
-    def of_rollout(self, own: RolloutBatch) -> list[AccumulatedStep]:
+    def from_rollout(self, own: RolloutBatch) -> list[AccumulatedStep]:
         """The steps of a sampled rollout, of which this data-parallel rank holds whole prompt groups."""
         stream = cut_share(prompt_groups(own.samples), self._options.micro_batch_size)
         return list(StepAccumulator(stream, self._settings, dp_group=self._dp))
 
-    def of_file(self, rollouts: ReplayedRollouts, *, first_rollout: int, state: dict | None) -> Iterator[AccumulatedStep]:
-        """The steps of a file. state: from state_dict(), under the same deal; None: the steps begin with first_rollout.
+    def from_file(self, rollouts: ReplayedRollouts, *, first_rollout: int, state: dict | None) -> Iterator[AccumulatedStep]:
+        """The steps of a file. state: from state_dict(), of a run with as many ranks and the same micro-batch size; None: the steps begin with first_rollout.
 
-        Raises ConfigError for a state under another deal."""
-        deal = {"dp_size": self._dp.size(), "micro_batch_size": self._options.micro_batch_size}
-        self._place = {"deal": deal, "first_rollout": first_rollout} if state is None else state
-        if (earlier := self._place["deal"]) != deal:
+        Raises ConfigError for a state of another layout."""
+        layout = {"dp_size": self._dp.size(), "micro_batch_size": self._options.micro_batch_size}
+        self._place = {"layout": layout, "first_rollout": first_rollout} if state is None else state
+        if (earlier := self._place["layout"]) != layout:
             raise ConfigError(
-                f"the checkpoint is in a file that was dealt to {earlier['dp_size']} data-parallel ranks in micro-batches of "
-                f"{earlier['micro_batch_size']}, and this run has {deal['dp_size']} and {deal['micro_batch_size']}: resume with "
+                f"the checkpoint is in a file that was cut for {earlier['dp_size']} data-parallel ranks in micro-batches of "
+                f"{earlier['micro_batch_size']}, and this run has {layout['dp_size']} and {layout['micro_batch_size']}: resume with "
                 "the former"
             )
         batches = itertools.islice(rollouts.from_start(), self._place["first_rollout"], self._options.num_rollouts)
@@ -107,7 +107,7 @@ class StreamedSample(Sample):
 def stream_of_rank(
     batches: Iterable[RolloutBatch], rank: int, dp_size: int, micro_batch_size: int | None
 ) -> Iterator[list[StreamedSample]]:
-    """One rank's micro-batches. The prompt groups of all rollouts are dealt to the data-parallel ranks in turn. Each rollout is cut
+    """One rank's micro-batches. The prompt groups of all rollouts go to the data-parallel ranks in turn. Each rollout is cut
     by itself, so no cut depends on where a file ends."""
     num_groups = 0
     for batch in batches:

@@ -15,7 +15,7 @@ class HFTokenizer:
     end_tokens: tuple[int, ...]
 
     @classmethod
-    def of_folder(cls, folder: str | Path) -> HFTokenizer:
+    def from_folder(cls, folder: str | Path) -> HFTokenizer:
         """Raises what transformers raises for a folder without a tokenizer."""
         from transformers import AutoTokenizer
 
@@ -39,6 +39,6 @@ class HFTokenizer:
 def end_tokens_of(folder: Path, tokenizer_end: int | None) -> tuple[int, ...]:
     """The tokenizer's, and those of generation_config.json, which may be several."""
     path = folder / "generation_config.json"
-    given = Fields.of_file(path, "no folder of a model").content.get("eos_token_id") if path.exists() else None
+    given = Fields.from_file(path, "no folder of a model").content.get("eos_token_id") if path.exists() else None
     tokens = [tokenizer_end, *(given if isinstance(given, list) else [given])]
     return tuple(sorted({token for token in tokens if token is not None}))

@@ -42,7 +42,7 @@ def read_hf_model(folder: str | Path) -> HFModel:
     missing, not known or of another shape.
     """
     folder = Path(folder)
-    model = described(folder, Fields.of_file(folder / CONFIG, "no folder of a Hugging Face checkpoint"))
+    model = described(folder, Fields.from_file(folder / CONFIG, "no folder of a Hugging Face checkpoint"))
     check_tensors(model, tensors_in(folder))
     return model
 
@@ -123,7 +123,7 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 
     index, names, found = folder / INDEX, {SINGLE_FILE}, dict[str, Any]()
     if index.exists():
-        names = {str(name) for name in Fields.of_file(index, "a broken checkpoint").table("weight_map").content.values()}
+        names = {str(name) for name in Fields.from_file(index, "a broken checkpoint").table("weight_map").content.values()}
     for path in (folder / name for name in sorted(names)):
         try:
             file = safe_open(path, framework="pt")

@@ -87,7 +87,7 @@ class Start:
     watchdog: WatchdogState = field(default_factory=WatchdogState)
 
     @classmethod
-    def of_counters(cls, counters: dict[str, Any]) -> Start:
+    def from_counters(cls, counters: dict[str, Any]) -> Start:
         """What a checkpoint keeps beside the weights; KeyError for one that no run has saved."""
         progress, watchdog = Progress(**counters["progress"]), WatchdogState(**counters["watchdog"])
         return cls(progress, tuple(counters["recent_rewards"]), counters.get("stream"), watchdog)
@@ -201,7 +201,7 @@ class TrainingRun:
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
         num_rollouts = self._progress.num_rollouts
-        for step in documents.of_file(rollouts, first_rollout=num_rollouts, state=self._start.stream_state):
+        for step in documents.from_file(rollouts, first_rollout=num_rollouts, state=self._start.stream_state):
             rollout_metrics, last_rollout = documents.rollout_metrics(step)
             num_rollouts = max(num_rollouts, last_rollout + 1)
             yield TrainStep(step.microbatches, num_rollouts - 1, rollout_metrics, may_be_last=True)
@@ -224,7 +224,7 @@ class TrainingRun:
                 for headers in headers_of_steps
             ]
         else:
-            steps = [step.microbatches for step in self._documents.of_rollout(own)]
+            steps = [step.microbatches for step in self._documents.from_rollout(own)]
         unmeasured = [] if self._measures_first_steps else steps[:1]
         steps = [*unmeasured, *(with_old_log_probs(self._trainer, step) for step in steps[len(unmeasured) :])]
         if options.save_rollouts:

@@ -124,7 +124,7 @@ def restore(trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossCon
     if not options.resume:
         return Start(), []
     counters = trainer.load(checkpoints.latest_checkpoint(Path(options.output_dir) / CHECKPOINT_DIRECTORY))
-    start = Start.of_counters(counters)
+    start = Start.from_counters(counters)
     return start, changed_settings(counters["settings"], settings_of(options, config), start.progress.num_steps)
 
 

@@ -86,5 +86,5 @@ def make_task(
     if prompts is None or reward is None:
         return BUILT_IN_TASKS[name or DEFAULT_TASK]
     reward_function = import_dotted(reward, "--reward")
-    tokenizer = None if hf_checkpoint is None else HFTokenizer.of_folder(hf_checkpoint)
+    tokenizer = None if hf_checkpoint is None else HFTokenizer.from_folder(hf_checkpoint)
     return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, tokenizer=tokenizer, vocab_size=vocab_size)

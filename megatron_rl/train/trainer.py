@@ -137,17 +137,17 @@ class PolicyTrainer:
         self,
         microbatches: Sequence[Sequence[UnweightedSample]],
         *,
-        of_reference: bool = False,
+        with_reference: bool = False,
         recorder: RouteRecorder | None = None,
     ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
         weights before training). Those of samples with kept_ids are over these; 0 at a token outside its set.
         Communication: as response_log_probs. Raises ConfigError without a reference."""
-        model = self._reference if of_reference else self.model
+        model = self._reference if with_reference else self.model
         if model is None:
-            raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
+            raise ConfigError("with_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
         has_routes = self.settings.router_replay == RouterReplay.ROLLOUT
-        plain = [[unweighted(sample, has_routes and not of_reference) for sample in samples] for samples in microbatches]
+        plain = [[unweighted(sample, has_routes and not with_reference) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)
         sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]

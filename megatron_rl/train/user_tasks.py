@@ -36,7 +36,7 @@ class CharacterVocabulary:
     characters: str
 
     @classmethod
-    def of_texts(cls, texts: Iterable[str]) -> CharacterVocabulary:
+    def from_texts(cls, texts: Iterable[str]) -> CharacterVocabulary:
         return cls(characters="".join(sorted({character for text in texts for character in text})))
 
     @property
@@ -147,7 +147,7 @@ def read_prompt_file(
         end_tokens = tokenizer.end_tokens
     elif isinstance(first["prompt"], str):
         values = [value for record in records.values() for value in record.values()]
-        vocabulary = CharacterVocabulary.of_texts(str(value) for value in values if type(value) in (str, int, float))
+        vocabulary = CharacterVocabulary.from_texts(str(value) for value in values if type(value) in (str, int, float))
         vocab_size, end_tokens = vocabulary.end_token + 1, (vocabulary.end_token,)
     else:
         values = [record.get(name) for record in records.values() for name in ("prompt", "answer")]

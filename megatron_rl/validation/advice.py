@@ -63,5 +63,5 @@ def numbers_in_words(config: PolicyLossConfig) -> str:
     clip, loss = clip_of(config), get_policy_loss(config.policy_loss)
     values = loss.resolve_parameters(config.loss_parameters)
     # A loss of a user's own may clip by bounds of its own.
-    of_clip = "no clip bounds" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
-    return ", ".join([of_clip, *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))])
+    clip_words = "no clip bounds" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
+    return ", ".join([clip_words, *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))])

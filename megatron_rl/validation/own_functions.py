@@ -134,21 +134,21 @@ def aggregation_problems(record: AggregationRecord, divisor: float | None) -> It
     """Of 128 samples with each count, in rollouts of two and prompts of eight."""
     places = _probes()["places"]
     counts = 1 + 41 * (places * 7 % 32)
-    of_rollouts, of_prompts = (torch.bincount(places // size, counts)[places // size].long() for size in (2, 8))
+    rollout_tokens, prompt_tokens = (torch.bincount(places // size, counts)[places // size].long() for size in (2, 8))
     totals = StepTotals(NUM_PROBES, NUM_PROBES // 8, int(counts.sum()), NUM_PROBES // 2)
 
-    def weights_of(counts: Tensor, of_prompts: Tensor, of_rollouts: Tensor, rows: Tensor) -> Results:
+    def weights_of(counts: Tensor, prompt_tokens: Tensor, rollout_tokens: Tensor, rows: Tensor) -> Results:
         weights = sample_token_weights(
             *(record.name, counts, totals),
-            prompt_token_counts=of_prompts,
+            prompt_token_counts=prompt_tokens,
             divisor=divisor,
-            rollout_token_counts=of_rollouts,
+            rollout_token_counts=rollout_tokens,
             rows_of_rollout=rows,
             are_of_step=False,
         )
         return (weights * totals.num_tokens,)  # near 1
 
-    vectors = (counts, of_prompts, of_rollouts, 1 + places % 3)
+    vectors = (counts, prompt_tokens, rollout_tokens, 1 + places % 3)
     yield from trial(f"loss_aggregation={record.name}", weights_of, vectors, element="sample")
 
 

@@ -186,8 +186,11 @@ def per_token_loss_is_token_mean(launch: Settings) -> Iterator[str]:
 
 def the_model_keeps_the_step(launch: Settings) -> Iterator[str]:
     """Losses that the model adds keep their scale, and nothing of it makes the step depend on its layout, or on chance."""
-    of_loss = {"calculate_per_token_loss": launch.calculates_per_token_loss, "router_aux_loss": launch.config.router_aux_loss}
-    yield from auxiliary_loss_problems({**launch.arguments, **of_loss}, launch.route)
+    loss_arguments = {
+        "calculate_per_token_loss": launch.calculates_per_token_loss,
+        "router_aux_loss": launch.config.router_aux_loss,
+    }
+    yield from auxiliary_loss_problems({**launch.arguments, **loss_arguments}, launch.route)
     yield from expert_problems(launch.arguments)
     yield from model_problems(launch.arguments)
 

@@ -13,11 +13,11 @@ MEANS = {
 }
 
 
-def weight_in_words(record: AggregationRecord, known: Mapping[str, float | None], *, of_rollouts: bool = False) -> str:
+def weight_in_words(record: AggregationRecord, known: Mapping[str, float | None], *, with_rollouts: bool = False) -> str:
     """The formula, with the divisor, with all known counts, its value: 1/(L N) = 1/(8 N) = 1/(8 x 4) = 0.03125.
 
-    of_rollouts: where a rollout may be several samples."""
-    formula = record.rollout_formula if of_rollouts else record.formula
+    with_rollouts: where a rollout may be several samples."""
+    formula = record.rollout_formula if with_rollouts else record.formula
     if formula is None:
         return _not_stated(record)
     numbers = {name: number for name, number in known.items() if number is not None and name in formula.powers}
@@ -48,15 +48,15 @@ def samples_of_mean_1(record: AggregationRecord) -> str | None:
     return None if strength is None else MEANS.get(strength)
 
 
-def shift_in_words(record: AggregationRecord, divisor: float | None, of_token_mean: str = "") -> str:
-    """Against sample_mean and, for a user of a trainer whose default is token_mean, against that. of_token_mean: its title."""
-    shift, of_default = shift_of_weights(record, divisor), _shift_against_token_mean(record, divisor)
-    default = f"token_mean, {of_token_mean}'s default,"
-    if not of_token_mean:
+def shift_in_words(record: AggregationRecord, divisor: float | None, token_mean_host: str = "") -> str:
+    """Against sample_mean and, for a user of a trainer whose default is token_mean, against that. token_mean_host: its title."""
+    shift, default_shift = shift_of_weights(record, divisor), _shift_against_token_mean(record, divisor)
+    default = f"token_mean, {token_mean_host}'s default,"
+    if not token_mean_host:
         return f"against sample_mean {shift}"
-    if shift == of_default:
+    if shift == default_shift:
         return f"against sample_mean, and against {default} {shift}"
-    return f"against sample_mean {shift}; against {default} {of_default}"
+    return f"against sample_mean {shift}; against {default} {default_shift}"
 
 
 def shift_of_weights(record: AggregationRecord, divisor: float | None) -> str:
@@ -80,8 +80,8 @@ def _shift_against_token_mean(record: AggregationRecord, divisor: float | None) 
     factor = shift * Formula(T=-power, N=power, m=power)  # T = N m
     is_mean = samples_of_mean_1(record) is not None or strength_of(record) == Formula()
     shown = factor.with_names({} if divisor is None else {"L": f"{divisor:g}"})
-    of_sample = "" if factor.powers.keys() <= {"m", "L"} else " for sample i"
-    return f"x {'1 on average, x ' * is_mean}{shown}{of_sample} (m: mean tokens of a sample)"
+    sample_words = "" if factor.powers.keys() <= {"m", "L"} else " for sample i"
+    return f"x {'1 on average, x ' * is_mean}{shown}{sample_words} (m: mean tokens of a sample)"
 
 
 def _not_stated(record: AggregationRecord) -> str:

@@ -64,8 +64,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     hosts = (*ADAPTER_NAMES, TRAIN)
     host.add_argument("--host", choices=hosts, help="Whose loop trains our loss: the chain from weight to gradient is shown.")
     for name in SIZES:
-        of_rank = "Of each rank. " if name == "num_microbatches" else ""
-        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
+        scope = "Of each rank. " if name == "num_microbatches" else ""
+        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{scope}Default: 1.")
     host.add_argument("--calculate-per-token-loss", action="store_true", help="The launch sets Megatron's flag of that name.")
     output = parser.add_argument_group(title="output")
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")

@@ -56,8 +56,8 @@ def chain_of(host: str, weighing: Weighing, layout: Layout, route: Route, *, per
         return _host_chain(host, weighing, layout, route, per_token=per_token)
     if host in SETTINGS_NAMES:
         adapter = adapter_named(host)
-        of_samples, rest = adapter.stages(_weight(weighing), weighing.record, per_token=per_token)
-        return _chain(of_samples, rest, weighing, layout, _weight(weighing))
+        sample_stages, rest = adapter.stages(_weight(weighing), weighing.record, per_token=per_token)
+        return _chain(sample_stages, rest, weighing, layout, _weight(weighing))
     return _own_chain(weighing, layout, per_token=per_token)
 
 
@@ -71,20 +71,20 @@ def _host_chain(host: str, weighing: Weighing, layout: Layout, route: Route, *, 
     """miles and slime, with the lines that `megatron-rl launch-config` writes. Their N counts rollouts: the tokens of a whole
     rollout, M_roll, take the place of a sample's. Our reducer sees samples, everybody else the rollout that they are part of."""
     counts, record = weighing.counts, weighing.record
-    of_rollout = "M_roll" if counts.has_fan_out else "m_i"
-    asked = (record.formula or OWN_WEIGHT).renamed({"m_i": of_rollout})
+    rollout_count = "M_roll" if counts.has_fan_out else "m_i"
+    asked = (record.formula or OWN_WEIGHT).renamed({"m_i": rollout_count})
     if record.needs_rows and record.rollout_formula is not None and counts.has_fan_out:
         asked = record.rollout_formula.renamed({"R": "N", "M_j": "M_roll"})
-    own = of_rollout if route == Route.CUSTOM_LOSS else "m_i"
+    own = rollout_count if route == Route.CUSTOM_LOSS else "m_i"
     if needs_reward_hook(weighing.config, per_token=per_token):
         does = "hooks.reward_post_process scales the sample's advantage"
-        of_samples: list[Stage] = [("reward hook", asked * Formula({"N": 1, own: 1}), does)]
+        sample_stages: list[Stage] = [("reward hook", asked * Formula({"N": 1, own: 1}), does)]
         reduced = Formula({own: -1})
     else:
         # The host divides by N or by T later.
-        of_samples, reduced = [], (record.formula or OWN_WEIGHT).without("N", "T").renamed({"m_i": own})
+        sample_stages, reduced = [], (record.formula or OWN_WEIGHT).without("N", "T").renamed({"m_i": own})
     name = "megatron_rl.hooks.custom_loss" if route == Route.CUSTOM_LOSS else "megatron_rl.reducers.get_pg_loss_reducer"
-    of_samples.append((str(route), reduced, name))
+    sample_stages.append((str(route), reduced, name))
     does = f"{host} scales what its loss function returns"
     if per_token:
         # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T. A masked sample counts as one.
@@ -92,7 +92,7 @@ def _host_chain(host: str, weighing: Weighing, layout: Layout, route: Route, *, 
         rest = [("host", Formula(cp=1), does), *SUMMED, ("finalize", Formula({letter: -1, "cp": -1}), FINALIZE)]
     else:
         rest = [("host", Formula({"M": 1, "dp": 1, "cp": 1, "N": -1}), does), *AVERAGED]
-    return _chain(of_samples, rest, weighing, layout, asked)
+    return _chain(sample_stages, rest, weighing, layout, asked)
 
 
 def _own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
@@ -104,23 +104,23 @@ def _own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     scale = Formula(T=1) if per_token else Formula(M=1, dp=1, cp=1)
     rest.append(("scale", scale, "scale_for_schedule undoes what follows"))
     rest += [*SUMMED, ("finalize", TOKEN_MEAN, FINALIZE)] if per_token else AVERAGED
-    of_samples = [("weight", weight, "sample_token_weights, from counts of the whole step")]
-    return _chain(of_samples, rest, weighing, layout, weight)
+    sample_stages = [("weight", weight, "sample_token_weights, from counts of the whole step")]
+    return _chain(sample_stages, rest, weighing, layout, weight)
 
 
-def _chain(of_samples: Sequence[Stage], rest: Sequence[Stage], weighing: Weighing, layout: Layout, wanted: Formula) -> Chain:
-    """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
+def _chain(sample_stages: Sequence[Stage], rest: Sequence[Stage], weighing: Weighing, layout: Layout, wanted: Formula) -> Chain:
+    """sample_stages: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
     counts, has_tokens = weighing.counts, weighing.counts.tokens > 0
     symbols = _symbols(weighing, layout)
-    net = math.prod((formula for _, formula, _ in (*of_samples, *rest)), start=Formula())
+    net = math.prod((formula for _, formula, _ in (*sample_stages, *rest)), start=Formula())
     # --gradient-divisor is asked for too.
     divided = Formula() if weighing.config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
     asked = wanted * divided
     left_over = net / asked
     factors: list[Factor] = []
-    for stage, formula, does in (*of_samples, *rest):
+    for stage, formula, does in (*sample_stages, *rest):
         values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
-        values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
+        values = torch.where(has_tokens, values, 0.0) if len(factors) < len(sample_stages) else values
         factors.append(Factor(stage, formula, values, _has_a_part(formula, left_over), does))
     net_weights = torch.stack([factor.values for factor in factors]).prod(0)
     ratio = net_weights[has_tokens] / (weighing.token_weights * divided.evaluate(symbols))[has_tokens]

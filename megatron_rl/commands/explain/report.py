@@ -69,17 +69,17 @@ def weight_table(explanation: Explanation, max_rows: int) -> list[list[str]]:
         rows.append([f"sample {index}", *names, f"{int(counts.tokens[index])}/{step.masks[index].numel()}", *cells])
     rows += _more(counts.num_samples - max_rows, rows[0])
 
-    def of_groups(kind: str, keys: Sequence[Hashable], tokens: Tensor) -> Iterator[list[str]]:
+    def group_rows(kind: str, keys: Sequence[Hashable], tokens: Tensor) -> Iterator[list[str]]:
         tokens_of = dict(zip(keys, tokens.tolist(), strict=True))
         shares = [weighing.shares_of(keys) for weighing in weighings]
         for key in [*tokens_of][:max_rows]:
-            yield [f"{kind} {key}", *blank, str(tokens_of[key]), *(f"{of_one[key]:6.1%}" for of_one in shares)]
+            yield [f"{kind} {key}", *blank, str(tokens_of[key]), *(f"{share[key]:6.1%}" for share in shares)]
         yield from _more(len(tokens_of) - max_rows, rows[0])
 
     if step.prompts is not None and counts.prompt_tokens is not None:
-        rows += of_groups("prompt", step.prompts, counts.prompt_tokens)
+        rows += group_rows("prompt", step.prompts, counts.prompt_tokens)
     if counts.has_fan_out:
-        rows += of_groups("rollout", step.rollout_keys, counts.rollout_tokens)
+        rows += group_rows("rollout", step.rollout_keys, counts.rollout_tokens)
     rows.append(["sum of weights", *blank, str(counts.totals.num_tokens), *(short(weighing.total) for weighing in weighings)])
     rows.append(["against sample_mean", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
     return [*rows, ["known as", *blank, "", *(weighing.record.source or "your own" for weighing in weighings)]]

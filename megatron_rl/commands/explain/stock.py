@@ -81,8 +81,8 @@ def stock_table(args: Namespace) -> Iterator[str]:
     own_weights, exact_weights = weights_of(weight, layout, *given), weights_of(exact, layout, *given)
     places = [
         (f"{rank}.{number}", tokens)
-        for rank, of_rank in enumerate(layout)
-        for number, part in enumerate(of_rank)
+        for rank, rank_parts in enumerate(layout)
+        for number, part in enumerate(rank_parts)
         for tokens in part
     ]
     rows = [["", "rank.micro-batch", "tokens", f"{args.stock} {weight}", f"exact {exact}", "ratio"]]
@@ -123,18 +123,18 @@ def weights_of(weight: Formula, layout: Layout, divisor: float | None, prompts: 
         prompts = [""] * len(tokens)
     if prompts is None or len(prompts) != len(tokens):
         raise ConfigError(f"--stock weighs {weight}: give the prompt of each of the {len(tokens)} responses, as --prompt-ids a,a,b")
-    of_prompts = Counter[str]()
+    prompt_tokens = Counter[str]()
     for prompt, count in zip(prompts, tokens, strict=True):
-        of_prompts[prompt] += count
-    of_step: dict[str, float] = {
-        **{"N": len(tokens), "N+": sum(count > 0 for count in tokens), "P": len(of_prompts), "dp": len(layout)},
+        prompt_tokens[prompt] += count
+    step_counts: dict[str, float] = {
+        **{"N": len(tokens), "N+": sum(count > 0 for count in tokens), "P": len(prompt_tokens), "dp": len(layout)},
         **{"T": sum(tokens), "T'": sum(max(count, 1) for count in tokens), "L": divisor or max(tokens)},
     }
     weights = []
     for (num_parts, part, count), prompt in zip(samples, prompts, strict=True):
-        of_part = {"M": num_parts, "T_b": sum(part), "N_b": len(part), "L_b": max(part)}
-        of_sample = {"m_i": count, "M_g": of_prompts[prompt]}
-        weights.append(weight.evaluate(of_step | of_part | of_sample) if count else 0.0)
+        part_counts = {"M": num_parts, "T_b": sum(part), "N_b": len(part), "L_b": max(part)}
+        sample_counts = {"m_i": count, "M_g": prompt_tokens[prompt]}
+        weights.append(weight.evaluate(step_counts | part_counts | sample_counts) if count else 0.0)
     return weights
 
 

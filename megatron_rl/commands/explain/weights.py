@@ -129,8 +129,8 @@ def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
             continue
         what = "against sample_mean" if len(weighings) == 1 else f"{weighing.title} against sample_mean"
         if abs(factor - 1) <= SAME_SCALE:
-            of_samples = "; its long samples weigh more" if samples_of_mean_1(record) is not None else ""
-            lines.append(f"{what}: the same sum of weights; look at grad_norm before you keep --clip-grad{of_samples}")
+            samples_text = "; its long samples weigh more" if samples_of_mean_1(record) is not None else ""
+            lines.append(f"{what}: the same sum of weights; look at grad_norm before you keep --clip-grad{samples_text}")
             continue
         why, unit = "", "rollout" if weighing.counts.has_fan_out else "sample"
         strength = mean_strength_of(record)

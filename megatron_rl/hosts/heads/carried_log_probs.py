@@ -43,8 +43,8 @@ def carried_log_probs(
     """
     launch = RUNS.of(args).judged(Route.CUSTOM_LOSS, args, read_plan)
     kept = kept_of(launch)
-    of_sets = () if kept is None else kept.arguments
-    known = (*KNOWN, *of_sets)
+    kept_names = () if kept is None else kept.arguments
+    known = (*KNOWN, *kept_names)
     if unknown := [f"{name}={value!r}"[:200] for name, value in others.items() if name not in known and value is not None]:
         raise ConfigError(
             f"--fused-lm-head-loss: the host measures log-probabilities with {', '.join(unknown)}, which our head does not know; "
@@ -70,8 +70,8 @@ def carried_log_probs(
         "sequence_parallel": is_sequence_parallel,
         "fp32_logits": config.fp32_lm_head,
     }
-    if kept is not None and of_sets and others.get(of_sets[0]) is not None:
-        sets = {kept.ids: others[of_sets[0]], kept.offsets: others.get(of_sets[1])}
+    if kept is not None and kept_names and others.get(kept_names[0]) is not None:
+        sets = {kept.ids: others[kept_names[0]], kept.offsets: others.get(kept_names[1])}
         options["sampling_support"] = responses.kept_sets(sets, kept)
     found = {}
     if with_entropy:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.hosts.heads.carrier import OF_EVERY_CARRIER, of_data, refusal, takes
+from megatron_rl.hosts.heads.carrier import OF_EVERY_CARRIER, data_getter, refusal, takes
 from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.head import HeadInputs, whole_sequences
 
@@ -156,8 +156,8 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **OF_EVERY_CARRIER,
     _OF_TENSOR.shape.__get__: _shape,
     Tensor.size: _size,
-    _OF_TENSOR.ndim.__get__: of_data(Tensor.dim),
-    Tensor.dim: of_data(Tensor.dim),
+    _OF_TENSOR.ndim.__get__: data_getter(Tensor.dim),
+    Tensor.dim: data_getter(Tensor.dim),
     Tensor.numel: lambda rows: _shape(rows).numel(),
     _OF_TENSOR.data.__get__: lambda rows: _made(rows.detach(), rows.claim),
     Tensor.detach: lambda rows: _made(rows.detach(), rows.claim),

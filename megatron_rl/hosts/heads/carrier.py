@@ -178,7 +178,7 @@ def _in_words(carrier: Carrier, *_: Any, **__: Any) -> str:
     return f"Carrier(hidden states in the place of logits {shape} {dtype}, --fused-lm-head-loss)"
 
 
-def of_data(getter: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
+def data_getter(getter: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
     """What the hidden states and the logits have alike."""
     return lambda carrier: getter(carrier)
 
@@ -186,11 +186,11 @@ def of_data(getter: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
 # A function of torch -> the answer, called below __torch_function__. NotImplemented: refused with these arguments.
 OF_EVERY_CARRIER: dict[Callable[..., Any], Callable[..., Any]] = {
     _OF_TENSOR.dtype.__get__: lambda carrier: carrier.claim.dtype,
-    _OF_TENSOR.device.__get__: of_data(_OF_TENSOR.device.__get__),
-    Tensor.get_device: of_data(Tensor.get_device),
-    _OF_TENSOR.is_cuda.__get__: of_data(_OF_TENSOR.is_cuda.__get__),
+    _OF_TENSOR.device.__get__: data_getter(_OF_TENSOR.device.__get__),
+    Tensor.get_device: data_getter(Tensor.get_device),
+    _OF_TENSOR.is_cuda.__get__: data_getter(_OF_TENSOR.is_cuda.__get__),
     Tensor.is_floating_point: lambda carrier: True,
-    _OF_TENSOR.requires_grad.__get__: of_data(_OF_TENSOR.requires_grad.__get__),
+    _OF_TENSOR.requires_grad.__get__: data_getter(_OF_TENSOR.requires_grad.__get__),
     Tensor.contiguous: lambda carrier: carrier,
 }
 # Those of a Carrier.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.args import BUILDER, MEASURE, Host, of_head
+from megatron_rl.hosts.args import BUILDER, MEASURE, Host, head_places
 from megatron_rl.hosts.contract import Replaced
 from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.heads.carrier import Carrier, carry
@@ -52,7 +52,7 @@ def take_over(host: Host, settings: HeadSettings) -> None:
     """From now on each actor's model of this host gets the head that its run asks for, and our function measures what the model's
     output carries. A second call changes nothing. `problems` of these functions must have found none."""
     makers: dict[Replaced, Callable[..., Any]] = {BUILDER: _with_placed_head, MEASURE: partial(_measuring_carriers, host)}
-    for one in of_head(is_fused=settings.is_fused):
+    for one in head_places(is_fused=settings.is_fused):
         one.put_around(host.training_package, makers[one])
 
 

@@ -40,7 +40,7 @@ HOOK = "mca_lora_logits_postprocess_hook"
 STRATEGY = "roll.distributed.strategy.megatron_strategy:MegatronInferStrategy"
 
 
-def of_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def shard_log_probs(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(theirs)
     def vocab_parallel_logprobs(vocab_parallel_logits: Tensor, target: Tensor, use_fused_kernel: bool = True) -> Tensor:
         is_last = not isinstance(vocab_parallel_logits, CarriedRows) and is_alone(vocab_parallel_logits)
@@ -61,7 +61,7 @@ REPLACEMENTS = (
     Replacement(
         path="mcore_adapter.parallel_functions.vocab_parallel:vocab_parallel_logprobs",
         arguments=("vocab_parallel_logits", "target", "use_fused_kernel"),
-        ours=of_shards,
+        ours=shard_log_probs,
         callers=(f"{STRATEGY}.op_compute_log_probs",),
     ),
     Replacement(
@@ -115,7 +115,7 @@ def _keep_hooks_for_logits(layer: nn.Module) -> None:
 
 def _of_logits(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
-    def of_logits(module: nn.Module, given: Any, output: Any) -> Any:
+    def keep_logits(module: nn.Module, given: Any, output: Any) -> Any:
         return output if isinstance(output[0], CarriedRows) else hook(module, given, output)
 
-    return of_logits
+    return keep_logits

@@ -47,7 +47,7 @@ def entropy(theirs: Any) -> Applied:
     return Applied(lambda vocab_parallel_logits: entropy_of_logits(vocab_parallel_logits, resolve_group(None, "tp")))
 
 
-def of_hidden(theirs: Any) -> Callable[..., Tensor]:
+def hidden_log_probs(theirs: Any) -> Callable[..., Tensor]:
     def _fused_lm_head_logprob_apply(
         backend: str,
         hidden: Tensor,  # [B, S, H]
@@ -100,7 +100,7 @@ REPLACEMENTS = (
             *("backend", "hidden", "weight", "target", "vocab_start_index", "vocab_end_index", "chunk_size", "tp_group"),
             "inference_only",
         ),
-        ours=of_hidden,
+        ours=hidden_log_probs,
         callers=FROM_HIDDEN,
     ),
     Replacement(

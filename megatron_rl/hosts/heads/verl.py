@@ -61,7 +61,7 @@ def overwrites(logits: Tensor) -> bool:
     return logits.dtype == torch.float32
 
 
-def of_rows(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def row_log_probs(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(theirs)
     def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
         return log_probs_of_logits(logits, labels, SINGLE, inplace=bool(inplace_backward))
@@ -69,7 +69,7 @@ def of_rows(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return logprobs_from_logits
 
 
-def of_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def shard_log_probs(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(theirs)
     def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
         return log_probs_of_logits(logits, labels, resolve_group(None, "tp"), inplace=overwrites(logits))
@@ -93,7 +93,7 @@ def entropy_of_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return vocab_parallel_entropy
 
 
-def of_hidden(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def hidden_log_probs(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     def linear_cross_entropy(
         hidden: Tensor,  # [..., H]
         weight: Tensor,  # [V_tp, H]
@@ -121,7 +121,7 @@ def of_hidden(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return linear_cross_entropy
 
 
-def of_hidden_in_torch(theirs: Any) -> Applied:
+def hidden_log_probs_in_torch(theirs: Any) -> Applied:
     def apply(
         hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0, chunk_size: int = 512
     ) -> tuple[Tensor, Tensor]:  # [...] each, as input_ids
@@ -144,7 +144,7 @@ def with_placed_head(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return _maybe_enable_fused_kernels
 
 
-def of_the_processor(theirs: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+def logits_processor(theirs: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     @functools.wraps(theirs)
     def _lm_head_logits_processor(
         self: Any, logits: Tensor, label: Tensor, temperature: Tensor, **options: Any
@@ -169,7 +169,7 @@ def of_the_processor(theirs: Callable[..., dict[str, Tensor]]) -> Callable[..., 
     return _lm_head_logits_processor
 
 
-def of_the_inputs(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def model_inputs(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
         """verl prepares the temperature of each row for a forward of logits alone; what it adds for a fused one is three names."""
@@ -179,9 +179,9 @@ def of_the_inputs(theirs: Callable[..., Any]) -> Callable[..., Any]:
         is_ours = type(self).__module__ == FSDP_ENGINE
         if not (is_fused and is_ours) or not isinstance(micro_batch["temperature"], Tensor):
             return theirs(self, micro_batch)
-        of_logits = micro_batch.copy()
-        values.assign_non_tensor(of_logits, use_fused_kernels=False)
-        inputs, kept = theirs(self, of_logits)
+        unfused = micro_batch.copy()
+        values.assign_non_tensor(unfused, use_fused_kernels=False)
+        inputs, kept = theirs(self, unfused)
         inputs["return_dict"] = True
         if "temperature_rmpad" in kept:
             inputs["temperature"] = kept["temperature_rmpad"].clamp(min=SMALLEST_TEMPERATURE)
@@ -198,7 +198,7 @@ REPLACEMENTS = (
     Replacement(
         path=f"{FSDP}:logprobs_from_logits",
         arguments=("logits", "labels", "inplace_backward"),
-        ours=of_rows,
+        ours=row_log_probs,
         callers=(f"{FSDP_ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs",),
     ),
     Replacement(path=f"{FSDP}:entropy_from_logits", arguments=("logits",), ours=entropy_of_rows),
@@ -206,7 +206,7 @@ REPLACEMENTS = (
     Replacement(
         path=f"{MEGATRON}:vocab_parallel_log_probs_from_logits",
         arguments=("logits", "labels"),
-        ours=of_shards,
+        ours=shard_log_probs,
         callers=(OF_THE_ENGINE,),
     ),
     Replacement(
@@ -224,13 +224,13 @@ REPLACEMENTS = (
     Replacement(
         path=f"{FUSED}:linear_cross_entropy",
         arguments=("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"),
-        ours=of_hidden,
+        ours=hidden_log_probs,
         callers=(f"{FUSED_FORWARD}:fused_output_processor",),
     ),
     Replacement(
         path=f"{FUSED_IN_TORCH}:FusedLinearForPPOFunction",
         arguments=("ctx", "hidden_states", "vocab_weights", "input_ids", "temperature", "chunk_size"),
-        ours=of_hidden_in_torch,
+        ours=hidden_log_probs_in_torch,
         callers=(f"{FUSED_IN_TORCH}:FusedLinearForPPO.forward",),
     ),
     Replacement(
@@ -246,14 +246,14 @@ REPLACEMENTS = (
             *("self", "logits", "label", "temperature", "calculate_sum_pi_squared", "calculate_entropy", "distillation_use_topk"),
             *("distillation_only", "logits_processor_func", "batch", "data_format"),
         ),
-        ours=of_the_processor,
+        ours=logits_processor,
         callers=(f"{MEGATRON_ENGINE}:MegatronEngineWithLMHead.forward_step",),
         is_told=False,
     ),
     Replacement(
         path=f"{FSDP_ENGINE}:FSDPEngineWithLMHead.prepare_model_inputs",
         arguments=("self", "micro_batch"),
-        ours=of_the_inputs,
+        ours=model_inputs,
         callers=(f"{FSDP_ENGINE}:FSDPEngineWithLMHead.forward_step",),
         is_told=False,
     ),
