@@ -388,7 +388,7 @@ def test_a_place_for_the_model_must_be_new(checkpoint, prompts, save_hf, message
 
 
 def test_a_tokenizer_reads_text_and_messages_and_a_response_is_cut_at_the_first_end(checkpoint, prompts):
-    tokenizer = HFTokenizer.of_folder(checkpoint)
+    tokenizer = HFTokenizer.from_folder(checkpoint)
     assert tokenizer.end_tokens == (0, 1)  # the tokenizer's, and that of generation_config.json
     assert tokenizer.decode(tokenizer.encode("1+2=")) == "1+2="
     assert tokenizer.encode(MESSAGES) == tokenizer.encode("abc 1+1=")
@@ -406,7 +406,7 @@ def test_a_tokenizer_runs_no_code_of_its_folder_whatever_stdin_says(tmp_path):
 
     def read() -> str:
         sys.stdin = io.StringIO("y\n" * 9)
-        return error_of(lambda: HFTokenizer.of_folder(tmp_path))
+        return error_of(lambda: HFTokenizer.from_folder(tmp_path))
 
     code, out, error = forked(lambda: print(read()))
     assert code == 0 and "ValueError: " in out, out + error
