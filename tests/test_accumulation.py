@@ -369,7 +369,7 @@ def trained_on_rank(rank, path, config):
     options = TrainOptions(micro_batch_size=1, rollouts=path)
     found = []
     documents = DocumentSteps(trainer, options, config)
-    for step in documents.of_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
+    for step in documents.from_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
         metrics = trainer.step(measured(trainer, step.microbatches))
         found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()
@@ -448,8 +448,8 @@ def test_a_static_run_goes_on_with_documents_where_it_stopped(trainers, tmp_path
     assert (progress[0].samples_seen, progress[0].num_rollouts) == (76, 6)
     assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
     [error] = trainers.run(refused_on_rank, tmp_path, CONFIG, options, True, world_size=1)
-    dealt = "in a file that was dealt to 2 data-parallel ranks in micro-batches of 2, and this run has 1 and 2"
-    assert f"ConfigError: the checkpoint is {dealt}: resume with the former" in error
+    cut = "in a file that was cut for 2 data-parallel ranks in micro-batches of 2, and this run has 1 and 2"
+    assert f"ConfigError: the checkpoint is {cut}: resume with the former" in error
 
 
 def place_of(sample) -> tuple[int, int]:

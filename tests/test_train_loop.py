@@ -358,9 +358,9 @@ def measuring_run_on_rank(rank, output_dir, config, options, settings, measures_
     def watch(trainer):
         log_probs = trainer.log_probs
 
-        def counted(microbatches, *, of_reference=False, **others):
-            measured[of_reference] += len(microbatches)
-            return log_probs(microbatches, of_reference=of_reference, **others)
+        def counted(microbatches, *, with_reference=False, **others):
+            measured[with_reference] += len(microbatches)
+            return log_probs(microbatches, with_reference=with_reference, **others)
 
         trainer.log_probs = counted
 
