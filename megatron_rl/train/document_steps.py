@@ -41,7 +41,7 @@ class DocumentSteps:
         return list(StepAccumulator(stream, self._settings, dp_group=self._dp))
 
     def from_file(self, rollouts: ReplayedRollouts, *, first_rollout: int, state: dict | None) -> Iterator[AccumulatedStep]:
-        """The steps of a file. state: from state_dict(), of a run with as many ranks and the same micro-batch size; None: the steps begin with first_rollout.
+        """The steps of a file. state: from state_dict() of the same layout; None: the steps begin with first_rollout.
 
         Raises ConfigError for a state of another layout."""
         layout = {"dp_size": self._dp.size(), "micro_batch_size": self._options.micro_batch_size}
@@ -49,8 +49,8 @@ class DocumentSteps:
         if (earlier := self._place["layout"]) != layout:
             raise ConfigError(
                 f"the checkpoint is in a file that was cut for {earlier['dp_size']} data-parallel ranks in micro-batches of "
-                f"{earlier['micro_batch_size']}, and this run has {layout['dp_size']} and {layout['micro_batch_size']}: resume with "
-                "the former"
+                f"{earlier['micro_batch_size']}, and this run has {layout['dp_size']} and {layout['micro_batch_size']}: resume "
+                "with the former"
             )
         batches = itertools.islice(rollouts.from_start(), self._place["first_rollout"], self._options.num_rollouts)
         self._file_steps = StepAccumulator(
