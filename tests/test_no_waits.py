@@ -342,7 +342,7 @@ def phases_of_training(device: torch.device, settings: dict, options: dict, seen
     responses = phase("sample", lambda: trainer.sample(PROMPTS, [0, 1], plan, noise))
     bare = [[sample_of(index, response)] for index, response in enumerate(responses)]
     old = phase("log_probs", lambda: trainer.log_probs(bare))
-    reference = trainer.log_probs(bare, of_reference=True) if config.kl_coefficient else [[None], [None]]
+    reference = trainer.log_probs(bare, with_reference=True) if config.kl_coefficient else [[None], [None]]
     step = [[sample_of(i, responses[i], old[i][0], reference[i][0])] for i in range(len(responses))]
     first = trainer.step(step, policy_version=1)  # what is looked at or allocated once
     assert abs(first["policy/ratio_new_old"] - 1) < 1e-5, first
