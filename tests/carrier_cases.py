@@ -18,7 +18,7 @@ from types import ModuleType
 import built_by_host
 import torch
 from host_emulator import load_function
-from host_loss_cases import KEYS, Case, Sample, host_batch, micro_batches, never, rows_of
+from host_steps import KEYS, Case, Sample, host_batch, micro_batches, never, rows_of
 from test_forward_step import SeenShapes
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

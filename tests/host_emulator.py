@@ -1,26 +1,31 @@
-"""Emulates what miles and slime do around a policy loss, to test hooks without a host. It trains nothing and imports no host.
+"""Emulates what miles and slime do around a policy loss, and runs a step on it, or on a checkout, in this rank.
 
     samples -> training data -> loss of a micro-batch -> outer scaling -> (loss, num_tokens, log) for Megatron -> reported metrics
 
-It is written from what the hosts promise their hooks, not from their code, and has of their loss the clipped ratio alone. With a
-checkout of a host tests/test_host_canary.py compares the emulator with it. Positions are found token by token; the hosts and
-layout/context_parallel.py do it otherwise.
+It is written from what the hosts promise their hooks, not from their code, and has of their loss PPO's clip on packed rows alone.
+With a checkout of a host tests/test_host_canary.py compares the emulator with it.
 """
 
 from __future__ import annotations
 
+import math
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
+from helpers import set_global_args, zigzag
+from host_harness import RealHost, exact_cross_entropy
+from host_steps import REWARDS, Case, Sample, host_batch, host_logits, micro_batches
+from launch_settings import RolloutSample
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.hosts.args import Host
-from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum
+from megatron_rl.hosts.args import Host, host_named
+from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -31,30 +36,6 @@ def load_function(path: str):
     return getattr(import_module(module), attribute)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnCode:
-    """What a host's own code does where no hook of ours looks; what our loss must know is in the host's object."""
-
-    logs_sample_count: bool = False
-    """The log of a micro-batch begins with the number of samples, else with 0."""
-    reenters_checkpoint: bool = False
-    """--recompute-loss-function uses the reentrant form of torch.utils.checkpoint."""
-    pads_rows: bool = False
-    """--qkv-format bshd, rows padded to one length, exists."""
-    groups_by_prompt: bool = True
-    """Rewards are normalised over the samples of one group_index, with one reward a rollout; else over samples in their order."""
-    drops_masked_values: bool = True
-    """Masked tokens are replaced before anything is computed; else a hook's reducer gets their values."""
-    divides_by_zero_deviation: bool = False
-    """A group of equal rewards is divided by its standard deviation as well."""
-
-
-OWN_CODE = {
-    "miles": OwnCode(logs_sample_count=True, reenters_checkpoint=True, pads_rows=True),
-    "slime": OwnCode(groups_by_prompt=False, drops_masked_values=False, divides_by_zero_deviation=True),
-}
-
-
 @dataclass(frozen=True)
 class EmulatedHost:
     """One rank of a host. Its rollout process calls `train_data`; its training step calls the other methods."""
@@ -63,24 +44,23 @@ class EmulatedHost:
     groups: ParallelGroups
 
     @property
-    def own(self) -> OwnCode:
-        return OWN_CODE[self.host.name]
+    def is_miles(self) -> bool:
+        return self.host.name == "miles"
 
-    def train_data(self, args: Namespace, samples: Sequence[EmulatedSample]) -> dict[str, list]:
-        """Rewards through the hook or the host's own normalisation, final masks, and for each sample the unmasked tokens of its
-        whole rollout."""
-        hook = args.custom_reward_post_process_path
-        raw, rewards = load_function(hook)(args, samples) if hook else _normalised_rewards(self.own, args, samples)
+    def train_data(self, args: Namespace, samples: Sequence[RolloutSample]) -> dict[str, list]:
+        """Rewards through the hook or as they are, final masks, and for each sample the unmasked tokens of its whole rollout."""
+        assert not args.rewards_normalization, "the emulator has no normalisation of its own"
+        raw, hook = [sample.reward for sample in samples], args.custom_reward_post_process_path
+        raw, rewards = load_function(hook)(args, samples) if hook else (raw, raw)
         masks = [list(s.loss_mask) if s.loss_mask is not None else [1] * s.response_length for s in samples]
         masks = [[0] * len(mask) if s.remove_sample else mask for s, mask in zip(samples, masks, strict=True)]
-        rollouts = [_rollout_of(s) for s in samples]
+        rollouts = [s.index if s.rollout_id is None else s.rollout_id for s in samples]
         sums = [sum(sum(mask) for mask, other in zip(masks, rollouts, strict=True) if other == mine) for mine in rollouts]
         return {
             "tokens": [s.tokens for s in samples],
             "response_lengths": [s.response_length for s in samples],
             "rewards": rewards,
             "raw_reward": raw,
-            "sample_indices": [s.index for s in samples],
             "rollout_ids": rollouts,
             "loss_masks": masks,
             "rollout_mask_sums": sums,
@@ -97,15 +77,15 @@ class EmulatedHost:
     ) -> tuple[Tensor, Tensor, dict]:  # scaled loss, num_tokens, {"keys": names, "values": [count, *metrics]}
         """What Megatron gets for a micro-batch. Not per-token: loss x M / N x dp x cp, and 1 token. Per-token: loss x cp, and all
         unmasked tokens of the whole samples; a sample without any counts as one token."""
-        masks = batch["loss_masks"]
-        function = partial(_policy_loss, self)
+        masks, function = batch["loss_masks"], self.policy_loss
         if args.loss_type == "custom_loss":
             function = load_function(args.custom_loss_function_path)
-        operands = (args, batch, logits, self.default_reducer(args, batch, masks))
+        operands = (args, batch, logits, self.default_reducer(args, batch))
         if args.recompute_loss_function:
-            loss, log = checkpoint(function, *operands, use_reentrant=self.own.reenters_checkpoint)
+            loss, log = checkpoint(function, *operands, use_reentrant=self.is_miles)
         else:
             loss, log = function(*operands)
+        assert loss.dim() == 0 and loss.requires_grad
         if args.allgather_cp and self.groups.cp.size() > 1:
             loss = loss + 0 * logits.sum()  # a backward on each rank
         if args.calculate_per_token_loss:
@@ -113,228 +93,163 @@ class EmulatedHost:
             loss, count = loss * self.groups.cp.size(), num_tokens
         else:
             loss, num_tokens = loss * num_microbatches / num_rollouts * self.groups.dp_cp.size(), 1
-            count = len(masks) if self.own.logs_sample_count else 0
-        values = torch.tensor([count, *log.values()], dtype=torch.float32)
+            count = len(masks) if self.is_miles else 0
+        assert all(value.dim() == 0 and value.dtype == torch.float32 for value in log.values()), "the host stacks them"
+        values = torch.stack([torch.tensor(float(count)), *log.values()]).detach()
         return loss, torch.tensor(num_tokens), {"keys": list(log), "values": values}
 
     def reduce_metrics(self, logs: list[dict], args: Namespace, *, num_rollouts: int) -> dict[str, float]:
         """The reported metrics: sums over micro-batches and ranks, divided by the step's rollouts; per-token by its tokens, which
         each cp rank has counted whole. One all-reduce over dp-cp."""
+        assert all(log["keys"] == logs[0]["keys"] for log in logs)
         total = all_reduce_sum(sum(log["values"] for log in logs), self.groups.dp_cp)
         count, *sums = total.tolist()
         divisor = count / self.groups.cp.size() if args.calculate_per_token_loss else num_rollouts
         return {key: value / divisor for key, value in zip(logs[0]["keys"], sums, strict=True)}
 
-    def default_reducer(
-        self,
-        args: Namespace,
-        batch: dict,
-        loss_masks: list[Tensor],  # [response_length] each, whole
-    ) -> Reducer:
+    def default_reducer(self, args: Namespace, batch: dict) -> Reducer:
         """The sum of m x over this rank's tokens, divided, if not per-token, by the unmasked tokens of the sample's rollout."""
-        owned = [self.owned(args, batch, sample) for sample in range(len(loss_masks))]
-        masks = [mask[torch.tensor(indices, dtype=torch.int64)] for mask, indices in zip(loss_masks, owned, strict=True)]
+        masks = [mask[indices] for mask, (indices, _) in zip(batch["loss_masks"], self.own_tokens(batch), strict=True)]
         divisors = [1.0] * len(masks) if args.calculate_per_token_loss else batch["rollout_mask_sums"]
 
         def reduce(values: Tensor) -> Tensor:  # [sum of local lengths] -> 0-d
-            parts = values.split([len(indices) for indices in owned])
+            parts = values.split([len(mask) for mask in masks])
             terms = [(p * m).sum() / max(float(d), 1.0) for p, m, d in zip(parts, masks, divisors, strict=True)]
             return torch.stack(terms).sum()
 
         return reduce
 
-    def owned(self, args: Namespace, batch: dict, sample: int) -> list[int]:
-        """The response indices of this rank's losses, ascending, which is the local order; zigzag under --allgather-cp too."""
-        prompt, response = _prompt_and_response(batch, sample)
-        chunk = _chunk_size(self._row_length(args, batch, sample), self.groups.cp.size())
-        return [index for index in range(response) if self._owns(chunk, prompt + index - 1)]
-
-    def owned_rows(
-        self,
-        args: Namespace,
-        batch: dict,
-        num_rows: int,
-    ) -> list[tuple[list[int], list[int]]]:  # per sample: response indices, rows of the flattened local logits that predict them
-        """The rows of this rank's logits: zigzag, or under --allgather-cp one contiguous part of all samples end to end."""
-        found, start, cp_size = [], 0, self.groups.cp.size()
-        for sample, total in enumerate(batch["total_lengths"]):
-            prompt, response = _prompt_and_response(batch, sample)
-            length = self._row_length(args, batch, sample)
-            chunk = _chunk_size(length, cp_size)
-            pairs = []
-            for index in range(response):
-                position = prompt + index - 1
-                if args.allgather_cp and cp_size > 1:
-                    rank, row = divmod(start + position, num_rows)
-                    is_mine = rank == self.groups.cp.rank()
-                else:
-                    row = start + position % chunk + (chunk if position // chunk >= cp_size else 0)
-                    is_mine = self._owns(chunk, position)
-                if is_mine:
-                    pairs.append((index, row))
-            found.append(([index for index, _ in pairs], [row for _, row in pairs]))
-            start += total if args.allgather_cp else length if cp_size == 1 else 2 * chunk
+    def own_tokens(self, batch: dict) -> list[tuple[list[int], list[int]]]:
+        """Of each sample the response indices of this rank's tokens, and the packed rows that predict them."""
+        found, start, cp = [], 0, self.groups.cp
+        for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
+            padded = total if cp.size() == 1 else -(-total // (2 * cp.size())) * 2 * cp.size()
+            line, first = zigzag(list(range(padded)), cp.rank(), cp.size()), total - response - 1
+            own = [(q - first, start + row) for row, q in enumerate(line) if first <= q < total - 1]
+            found.append(([index for index, _ in own], [row for _, row in own]))
+            start += len(line)
         return found
 
-    def _owns(self, chunk_size: int, position: int) -> bool:
-        chunk, cp_size = position // chunk_size, self.groups.cp.size()
-        return self.groups.cp.rank() == (chunk if chunk < cp_size else 2 * cp_size - 1 - chunk)
-
-    def _row_length(self, args: Namespace, batch: dict, sample: int) -> int:
-        is_padded = self.own.pads_rows and args.qkv_format == "bshd"
-        return batch["max_seq_lens"][sample] if is_padded else batch["total_lengths"][sample]
-
-
-def _prompt_and_response(batch: dict, sample: int) -> tuple[int, int]:
-    response = batch["response_lengths"][sample]
-    return batch["total_lengths"][sample] - response, response
-
-
-def _chunk_size(length: int, cp_size: int) -> int:
-    """The size of each of 2 cp_size chunks; the last ones are padded."""
-    return -(-length // (2 * cp_size))
-
-
-# The host's own loss
-
-
-def _policy_loss(
-    host: EmulatedHost,
-    args: Namespace,
-    batch: dict,
-    logits: Tensor,  # [1, rows, V] or [B, rows, V]
-    reduce: Reducer,
-) -> tuple[Tensor, dict[str, Tensor]]:  # 0-d with graph, {name: 0-d}
-    """PPO's clip, or GSPO's. The hook's factory gets four positional arguments and not the batch, and the masks that a function of
-    the user's at --custom-tis-function-path made."""
-    masks, old = batch["loss_masks"], batch["log_probs"]
-    log_probs = _response_log_probs(host, args, batch, logits)
-    if args.advantage_estimator == "gspo":
-        log_ratio = _sample_log_ratios(host, args, batch, log_probs, old)
-    else:
-        log_ratio = torch.cat(log_probs) - torch.cat(old)
-    advantages, ratio = torch.cat(batch["advantages"]), log_ratio.exp()
-    values = torch.maximum(-ratio * advantages, -ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * advantages)
-    if host.own.drops_masked_values:
-        is_active = torch.cat([mask[host.owned(args, batch, sample)] for sample, mask in enumerate(masks)]).bool()
-        values = torch.where(is_active, values, 0.0)
-    if args.use_tis:
-        lists = {name: batch[name] for name in ("rollout_log_probs", "total_lengths", "response_lengths", "loss_masks")}
-        function = load_function(args.custom_tis_function_path)
-        values, masks, _ = function(args=args, pg_loss=values, train_log_probs=old, **lists)
-        reduce = host.default_reducer(args, batch, masks)
-    if args.custom_pg_loss_reducer_function_path is not None:
-        factory = load_function(args.custom_pg_loss_reducer_function_path)
-        reduce = factory(batch["total_lengths"], batch["response_lengths"], masks, args.calculate_per_token_loss)
-    loss = reduce(values)
-    if not values.numel():
-        loss = loss + 0 * logits.sum()
-    return loss, {"loss": loss.detach(), "pg_loss": loss.detach()}
+    def policy_loss(
+        self, args: Namespace, batch: dict, logits: Tensor, reduce: Reducer
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # 0-d with graph, {name: 0-d}
+        """The host's own: PPO's clip. The hook's factory gets four positional arguments and not the batch."""
+        assert args.advantage_estimator == "grpo" and vars(args).get("qkv_format", "thd") == "thd" and not args.allgather_cp
+        taken = []
+        for (indices, rows), tokens, response in zip(
+            self.own_tokens(batch), batch["unconcat_tokens"], batch["response_lengths"], strict=True
+        ):
+            labels = tokens[-response:][indices]
+            log_softmax = torch.log_softmax(logits[0, rows] / args.rollout_temperature, -1)
+            taken.append(log_softmax.gather(-1, labels[:, None])[:, 0])
+        advantages, ratio = torch.cat(batch["advantages"]), (torch.cat(taken) - torch.cat(batch["log_probs"])).exp()
+        values = torch.maximum(-ratio * advantages, -ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * advantages)
+        if args.custom_pg_loss_reducer_function_path is not None:
+            factory = load_function(args.custom_pg_loss_reducer_function_path)
+            lengths = batch["total_lengths"], batch["response_lengths"]
+            reduce = factory(*lengths, batch["loss_masks"], args.calculate_per_token_loss)
+        loss = reduce(values)
+        if not values.numel():
+            loss = loss + 0 * logits.sum()
+        reported = loss.detach().float()
+        return loss, {"loss": reported, "pg_loss": reported}
 
 
-def _response_log_probs(
-    host: EmulatedHost, args: Namespace, batch: dict, logits: Tensor
-) -> list[Tensor]:  # [local response tokens] each
-    """From logits / temperature, in zigzag order: under --allgather-cp the contiguous parts are summed over cp and cut again."""
-    rows, taken, owned = logits.reshape(-1, logits.shape[-1]), [], []
-    for sample, (indices, places) in enumerate(host.owned_rows(args, batch, len(rows))):
-        prompt, _ = _prompt_and_response(batch, sample)
-        labels = batch["unconcat_tokens"][sample][[prompt + index for index in indices]]
-        log_softmax = torch.log_softmax(rows[places] / args.rollout_temperature, -1)
-        taken.append(log_softmax.gather(-1, labels[:, None])[:, 0])
-        owned.append(indices)
-    if not args.allgather_cp or host.groups.cp.size() == 1:
-        return taken
-    whole = _whole_responses(host, batch, taken, owned)
-    return [values[host.owned(args, batch, sample)] for sample, values in enumerate(whole)]
-
-
-def _whole_responses(
-    host: EmulatedHost,
-    batch: dict,
-    parts: list[Tensor],  # [local] each
-    owned: list[list[int]],  # the response indices of each
-) -> list[Tensor]:  # [response_length] each
-    """The sum of all cp ranks' parts. The hosts' backward is a sum too, and counts each gradient once, because each rank holds
-    another part of the loss. One all-reduce for all samples."""
-    lengths, start, places = batch["response_lengths"], 0, []
-    for indices, length in zip(owned, lengths, strict=True):
-        places += [start + index for index in indices]
-        start += length
-    flat = torch.cat(parts)
-    whole = flat.new_zeros(start).index_put((torch.tensor(places, dtype=torch.int64),), flat)
-    if host.groups.cp.size() > 1:
-        whole = _SumOverRanks.apply(whole, host.groups.cp)
-    return list(whole.split(lengths))
-
-
-def _sample_log_ratios(host: EmulatedHost, args: Namespace, batch: dict, log_probs: list[Tensor], old: list[Tensor]) -> Tensor:
-    """Each local token gets the mean log-ratio of its whole sample."""
-    if host.own.pads_rows and args.qkv_format == "bshd" and host.groups.cp.size() > 1:
-        raise AssertionError(f"{host.host} gathers by thd slices: GSPO with bshd and context parallelism does not run")
-    owned = [host.owned(args, batch, sample) for sample in range(len(log_probs))]
-    difference = [new - before for new, before in zip(log_probs, old, strict=True)]
-    spread = []
-    for whole, mask, indices in zip(_whole_responses(host, batch, difference, owned), batch["loss_masks"], owned, strict=True):
-        spread.append(((whole * mask).sum() / mask.sum().clamp(min=1)).expand(len(indices)))
-    return torch.cat(spread)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """One all-reduce over the group in forward and one in backward."""
-
-    @staticmethod
-    def forward(ctx, values, group):
-        ctx.group = group
-        return all_reduce_sum(values, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return all_reduce_sum(gradient, ctx.group), None
-
-
-# The rollout process
+# A step in this rank, which must not know whether the host is emulated
 
 
 @dataclass
-class EmulatedSample:
-    """What a hook of the rollout process may read of a sample."""
-
-    group_index: int | None
-    index: int | None
-    response_length: int
-    reward: float
-    tokens: list[int] = field(default_factory=list)
-    loss_mask: list[int] | None = None
-    rollout_id: int | None = None
-    remove_sample: bool = False
-
-    def get_reward_value(self, args: Namespace) -> float:
-        return self.reward
+class StepResult:
+    loss: float  # the number that the optimiser's gradient is the gradient of
+    gradient: Tensor  # [all tokens, V] float64
+    metrics: dict[str, float]
+    num_tokens: int  # as the host told Megatron, over ranks and micro-batches
+    scaled: list[float]  # this rank's scaled losses, one for each micro-batch
 
 
-def _normalised_rewards(
-    own: OwnCode, args: Namespace, samples: Sequence[EmulatedSample]
-) -> tuple[list[float], list[float]]:  # raw, normalised
-    """(Reward - mean of the prompt group) / (its standard deviation + 1e-6). Some hosts make groups of samples in their order."""
-    raw = [s.get_reward_value(args) for s in samples]
-    if not args.rewards_normalization:
-        return raw, raw
-    size = args.n_samples_per_prompt
-    is_full = len(samples) == size * args.rollout_batch_size
-    groups = [s.group_index for s in samples] if own.groups_by_prompt else [i // size if is_full else 0 for i in range(len(raw))]
-    # By prompt, one reward of each rollout counts, and those of its other samples do not.
-    rollouts = [_rollout_of(s) if own.groups_by_prompt else i for i, s in enumerate(samples)]
-    normalised = []
-    for reward, group in zip(raw, groups, strict=True):
-        triples = zip(raw, groups, rollouts, strict=True)
-        peers = torch.tensor(list({rollout: other for other, its, rollout in triples if its == group}.values()))
-        centred = reward - float(peers.mean())
-        if args.grpo_std_normalization and (own.divides_by_zero_deviation or (len(peers) > 1 and float(peers.std()) > 0)):
-            centred /= float(peers.std()) + 1e-6
-        normalised.append(centred)
-    return raw, normalised
+def run_cases(rank: int, roots: dict[str, str], cases: list[Case], is_exact: bool = True) -> list[StepResult | str]:
+    """A result, or the traceback, for each case; roots: {host: root of its checkout}, an absent host is emulated.
+
+    is_exact: with an fp32 cross-entropy in the place of Megatron's, which miles calls.
+    """
+    results = []
+    with exact_cross_entropy() if is_exact and roots else nullcontext():
+        for case in cases:
+            try:
+                results.append(run_case(make_host(case.host, roots), case))
+            except Exception:
+                results.append(traceback.format_exc())
+    return results
 
 
-def _rollout_of(sample: EmulatedSample) -> int | None:
-    return sample.index if sample.rollout_id is None else sample.rollout_id
+def make_host(name: str, roots: dict[str, str]):
+    host, groups = host_named(name), resolve_groups()
+    return RealHost(host, groups, roots[name]) if name in roots else EmulatedHost(host, groups)
+
+
+def run_case(host, case: Case) -> StepResult:
+    """One optimiser step's gradient: Megatron's scaling of the tuple, DDP's average and finalize as sums over ranks."""
+    args, groups = case.args(), host.groups
+    set_global_args(args)
+    samples, num_rollouts = trained_samples(host, args, case)
+    is_narrow = isinstance(host, RealHost) or args.policy_loss_backend == "triton"
+    dtype = torch.float32 if is_narrow else torch.float64
+    # The last row stands where nothing may be read. The hosts read it, and add 0 x the sum of contiguous rows.
+    junk = math.nan if case.has_our_loss and not args.allgather_cp else 7.5
+    rows = [*(sample.logits for sample in samples), torch.full((1, samples[0].logits.shape[1]), junk)]
+    table = torch.cat(rows).to(dtype).requires_grad_()
+    parts = micro_batches(case, case.size or len(samples), groups.dp.rank(), groups.dp.size())
+    loss, num_tokens, logs, scaled = 0.0, 0, [], []
+    for numbers in parts:
+        batch, logits = micro_batch(host, case, samples, numbers, table)
+        part, count, log = host.loss_function(args, batch, logits, num_microbatches=len(parts), num_rollouts=num_rollouts)
+        scaled.append(float(part.detach()))
+        part = part if args.calculate_per_token_loss else part / count.clamp(min=1) / len(parts)
+        part.backward()
+        loss, num_tokens, logs = loss + float(part.detach()), num_tokens + int(count), [*logs, log]
+    assert table.grad is not None, "a rank without a backward hangs its peers"
+    assert not table.grad[-1].any(), "padding has a gradient"
+    metrics = host.reduce_metrics(logs, args, num_rollouts=num_rollouts)
+    totals = all_reduce_sum(torch.tensor([loss, num_tokens], dtype=torch.float64), groups.dp_cp)
+    gradient = all_reduce_sum(all_reduce_sum(table.grad[:-1].double(), groups.dp_cp), groups.tp)
+    divisor = totals[1] if args.calculate_per_token_loss else groups.dp_cp.size()
+    return StepResult(float(totals[0] / divisor), gradient / divisor, metrics, int(totals[1]), scaled)
+
+
+def micro_batch(host, case: Case, samples: list[Sample], numbers: list[int], table: Tensor) -> tuple[dict, Tensor]:
+    """The host's batch of these samples, and this rank's part of their logits. table: rows of all samples, and one of junk."""
+    groups, own = host.groups, [samples[number] for number in numbers]
+    *leaves, junk = table.split([*(sample.total for sample in samples), 1])
+    place = (groups.cp.rank(), groups.cp.size())
+    logits = host_logits(case, own, samples, [leaves[number] for number in numbers], *place, junk[0])
+    return host_batch(case, own, samples, *place), logits.chunk(groups.tp.size(), -1)[groups.tp.rank()]
+
+
+def trained_data(host, args: Namespace, case: Case) -> dict[str, list]:
+    """What the rollout process makes of the samples."""
+    return host.train_data(args, [rollout_sample(number, one, case) for number, one in enumerate(case.samples())])
+
+
+def trained_samples(host, args: Namespace, case: Case) -> tuple[list[Sample], int]:
+    """The samples with the advantages that are made of their rewards, and the number of rollouts."""
+    data, found = trained_data(host, args, case), []
+    for one, mask, reward in zip(case.samples(), data["loss_masks"], data["rewards"], strict=True):
+        assert one.mask == mask
+        advantages = torch.where(torch.tensor(mask) == 1, float(reward), one.values["advantages"])
+        found.append(replace(one, values=one.values | {"advantages": advantages}))
+    return found, len(set(data["rollout_ids"]))
+
+
+def rollout_sample(number: int, sample: Sample, case: Case) -> RolloutSample:
+    """A fully masked one is removed by flag, after the reward hook has run."""
+    is_masked = not any(sample.mask)
+    return RolloutSample(
+        group_index=sample.group,
+        index=100 + number,
+        response_length=len(sample.mask),
+        reward=REWARDS[number],
+        tokens=sample.tokens.tolist(),
+        loss_mask=[1] * len(sample.mask) if is_masked else list(sample.mask),
+        rollout_id=100 + sample.rollout if case.rollouts is not None else None,
+        remove_sample=is_masked,
+    )

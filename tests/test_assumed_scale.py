@@ -16,7 +16,7 @@ import roll_cases
 import torch
 import trainer_cases
 from helpers import CLIP, KERNEL_DEVICE, Batch
-from host_loss_cases import Case, host_batch, host_logits, never
+from host_steps import Case, host_batch, host_logits, never
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """The fused head in miles and slime, whose step is the step of logits and makes none; and a forward that is left out.
 
 A Carrier that is asked for something else names it. --skip-old-log-probs leaves the forward out, and a rollout that needs it is
-refused: tests/test_custom_loss.py has the loss, tests/test_host_rules.py the launches, tests/test_whole_host.py the hosts' actors.
+refused: tests/test_hosts.py has the loss, tests/test_host_rules.py the launches, tests/test_whole_host.py the hosts' actors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from carrier_cases import (
     train_one_step,
 )
 from helpers import error_of, pool_of
-from host_loss_cases import GSPO, REPLAY, TERMS, TIS, Case, Sample, host_batch, host_logits, never
+from host_steps import GSPO, REPLAY, TERMS, TIS, Case, Sample, host_batch, host_logits, never
 from launch_settings import CUSTOM_LOSS
 from torch.utils._python_dispatch import TorchDispatchMode
 

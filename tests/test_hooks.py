@@ -14,15 +14,14 @@ import warnings
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import counted_collectives, error_of, pool_of, set_global_args
-from host_cases import HostCase, host_args
-from host_harness import exact_cross_entropy
-from host_ranks import deal, logits_of, make_host, micro_batch, train_data
+from host_emulator import make_host, micro_batch, trained_samples
+from host_steps import CONSTANT, GSPO, PER_TOKEN, REDUCED_BY, SHAPES, Case, micro_batches
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
@@ -338,33 +337,30 @@ class Policy(nn.Module):
         self.norm.weight = nn.Parameter(torch.ones(logits.shape[-1]))
         self.config = SimpleNamespace(calculate_per_token_loss=per_token)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return logits_of(self.table * self.norm.weight, rows)
+    def forward(self) -> torch.Tensor:
+        return torch.cat([self.table * self.norm.weight, torch.zeros(1, self.table.shape[-1])])
 
 
-def training(record: list, case: HostCase, is_guarded: bool, bad_step: int, divisor: float | None) -> Iterator[Namespace]:
+def training(record: list, case: Case, is_guarded: bool, bad_step: int) -> Iterator[Namespace]:
     """A trainer on an emulated host, which gives way to others after each call of its host; the first time with its arguments.
     record: gets each loss, gradient and error. bad_step: the step with an advantage that is not finite."""
-    step, host, args = case.step(), make_host(case.host, {}), host_args(case)
-    if divisor is not None:
-        args.loss_aggregation_divisor = divisor
-    policy = Policy(step.logits.float(), case.per_token)
+    host, args = make_host(case.host, {}), case.args()
+    samples, num_rollouts = trained_samples(host, args, case)
+    policy = Policy(torch.cat([sample.logits for sample in samples]).float(), args.calculate_per_token_loss)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
     yield args
-    data, micro_batches = train_data(host, args, step), deal(case, 0, 1)
-    settings = {"num_microbatches": len(micro_batches), "num_rollouts": len(set(data["rollout_ids"]))}
+    parts = micro_batches(case, case.size)
     for number in range(NUM_STEPS):
         yield args
         optimizer.zero_grad()
         if is_guarded:
             before_train_step(args, 7, number, [policy], optimizer, None)
-        for samples in micro_batches:
+        for numbers in parts:
             yield args
-            rows, batch = micro_batch(host, args, case, step, data, samples)
+            batch, logits = micro_batch(host, case, samples, numbers, policy())
             if number == bad_step:
                 batch["advantages"][0][0] = math.inf
-            with exact_cross_entropy():
-                loss, _, log = host.loss_function(args, batch, policy(rows), **settings)
+            loss, _, log = host.loss_function(args, batch, logits, num_microbatches=len(parts), num_rollouts=num_rollouts)
             loss.backward()
             record += [loss.detach().clone(), log["values"]]
         yield args
@@ -393,17 +389,17 @@ def records_on_rank(rank: int, *cases: tuple) -> tuple[list, list]:
     return alone, [bits(record) for record in play(*cases)]
 
 
-# (case, is guarded, the step with data that is not finite, divisor)
-GUARDED = (HostCase("slime", "reducer", "constant", size=5), True, 1, 24.0)
+# (case, is guarded, the step with data that is not finite)
+REDUCED = Case(host="slime", settings=REDUCED_BY["reducer"] | CONSTANT, size=3)
+GUARDED = (REDUCED, True, 1)
 OTHERS = {
-    "another divisor, unguarded, its own bad step": (HostCase("slime", "reducer", "constant", size=4), False, 0, 7.0),
-    "tokens, slime, guarded": (HostCase("slime", "reducer", "token_mean", per_token=True, size=5), True, 2, None),
-    "our loss of means, miles, unguarded": (
-        HostCase("miles", "custom_loss", "sample_mean", estimator="gspo", size=3),
+    "another divisor, unguarded, its own bad step": (
+        replace(REDUCED, settings=REDUCED.settings | {"loss_aggregation_divisor": 7.0}, size=2),
         False,
-        -1,
-        None,
+        0,
     ),
+    "tokens, slime, guarded": (replace(REDUCED, settings=REDUCED_BY["reducer"] | PER_TOKEN, shapes=SHAPES), True, 2),
+    "our loss of means, miles, unguarded": (Case(settings=GSPO, size=2), False, -1),
 }
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import pool_of
-from host_cases import HostCase, host_args
-from host_emulator import load_function
+from host_emulator import load_function, make_host, run_cases, trained_data
 from host_harness import RealHost, roots_by_environment
-from host_ranks import make_host, run_cases, train_data
+from host_steps import CONSTANT, ICEPOP_OF, OWN_LOSS, PER_TOKEN, REDUCED_BY, SEGMENTS, SHAPES, TERMS, Case
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.hosts.args import OPTIONS
@@ -27,34 +26,23 @@ from megatron_rl.validation import HOST_SWITCHES
 
 pytestmark = [pytest.mark.host, pytest.mark.megatron]
 ROOTS = roots_by_environment()
-DEFAULT = HostCase("miles", "default", "sample_mean", size=3)
-REJECTION = (("use_tis", True), ("custom_tis_function_path", "host_hooks.rejecting_tis"))
-EVERY_TERM = (("use_kl_loss", True), ("kl_loss_coef", 0.3), ("use_tis", True), ("entropy_coef", 0.2))
+DEFAULT = Case(settings=OWN_LOSS, size=2)
+EVERY_TERM = TERMS | {"use_tis": True}
 PLAIN = {
     "sample_mean": DEFAULT,
-    "gspo": replace(DEFAULT, estimator="gspo"),
-    "per token, with a phantom token": replace(DEFAULT, per_token=True),
-    "several samples a rollout": replace(DEFAULT, segments=True),
+    "per token, with a phantom token": replace(DEFAULT, settings=OWN_LOSS | PER_TOKEN),
+    "several samples a rollout": replace(DEFAULT, rollouts=SEGMENTS),
     "one sample a micro-batch": replace(DEFAULT, size=1),
-    "recomputed": replace(DEFAULT, options=(("recompute_loss_function", True),)),
-    "temperature": replace(DEFAULT, options=(("rollout_temperature", 0.7),)),
-    "rejection sampling": replace(DEFAULT, options=REJECTION),
-    "a reducer of the user's": replace(
-        DEFAULT, options=(("custom_pg_loss_reducer_function_path", "host_hooks.sum_by_four_positional_arguments"),)
-    ),
-    "a custom loss of the user's": replace(
-        DEFAULT, options=(("loss_type", "custom_loss"), ("custom_loss_function_path", "host_hooks.advantages_alone"))
-    ),
-    "rejection sampling with our reducer": replace(DEFAULT, door="reducer", aggregation="constant", options=REJECTION),
-    "our custom_loss with every term": replace(DEFAULT, door="custom_loss", options=EVERY_TERM),
+    "recomputed": replace(DEFAULT, settings=OWN_LOSS | {"recompute_loss_function": True}),
+    "our reducer": replace(DEFAULT, settings=REDUCED_BY["reducer"] | CONSTANT),
+    "our custom_loss with every term": replace(DEFAULT, settings=EVERY_TERM, without=()),
 }
-LAID_OUT = ("sample_mean", "our custom_loss with every term")
 CASES = [
     pytest.param(replace(case, host=host, layout=layout), id=f"{host}, {name}, {layout}")
     for host in sorted(ROOTS) or ["miles"]
     for name, case in PLAIN.items()
     for layout in ("thd", "bshd", "allgather")
-    if layout == "thd" or (name in LAID_OUT and (host, layout) != ("slime", "bshd"))
+    if layout == "thd" or (case.settings == EVERY_TERM and (host, layout) != ("slime", "bshd"))
 ]
 
 
@@ -80,7 +68,7 @@ def test_no_flag_of_ours_is_one_of_the_hosts(host):
     assert [flag for flag in sorted(ours) if f'"{flag}"' in source] == []
 
 
-def both(rank: int, roots: dict[str, str], cases: list[HostCase]) -> tuple:
+def both(rank: int, roots: dict[str, str], cases: list[Case]) -> tuple:
     return run_cases(rank, {}, cases), run_cases(rank, roots, cases)
 
 
@@ -101,19 +89,16 @@ def test_emulator_and_checkout_tell_megatron_and_the_dashboard_the_same(pool, ca
         torch.testing.assert_close(emulated.gradient / scale, real.gradient / scale, rtol=0, atol=1e-6)
 
 
-def rollout_data(rank: int, roots: dict[str, str], case: HostCase) -> list[dict]:
-    args, step = host_args(case), case.step()
-    return [train_data(make_host(case.host, which), args, step) for which in ({}, roots)]
+def rollout_data(rank: int, roots: dict[str, str], case: Case) -> list[dict]:
+    return [trained_data(make_host(case.host, which), case.args(), case) for which in ({}, roots)]
 
 
 @pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
-@pytest.mark.parametrize("options", [(), (("grpo_std_normalization", False),), (("rewards_normalization", False),)], ids=str)
-def test_emulator_and_checkout_make_the_same_training_data(pool, host, options):
-    """Rewards normalised by the host, final masks, and the tokens of each sample's rollout."""
-    emulated, real = pool.run(rollout_data, ROOTS, replace(DEFAULT, host=host, options=options), world_size=1)[0]
-    for key in ("loss_masks", "rollout_mask_sums", "response_lengths", "tokens"):
+def test_emulator_and_checkout_make_the_same_training_data(pool, host):
+    """Rewards, final masks, and the tokens of each sample's rollout."""
+    emulated, real = pool.run(rollout_data, ROOTS, replace(DEFAULT, host=host, rollouts=SEGMENTS), world_size=1)[0]
+    for key in ("loss_masks", "rollout_mask_sums", "response_lengths", "tokens", "rewards"):
         assert emulated[key] == real[key]
-    assert emulated["rewards"] == pytest.approx(real["rewards"], abs=1e-5)
     assert len(set(emulated["rollout_ids"])) == len(set(real["rollout_ids"]))
 
 
@@ -134,7 +119,7 @@ def loaded(rank: int, roots: dict[str, str], host: str, path: str) -> list[str]:
     [
         ("megatron_rl.reducers.get_pg_loss_reducer", "get_pg_loss_reducer"),
         pytest.param("megatron_rl.reducers:get_pg_loss_reducer", "get_pg_loss_reducer", id="the colon form loads"),
-        ("host_hooks:advantages_alone", "ValueError"),
+        ("helpers:error_of", "ValueError"),
         ("megatron_rl.reducers.absent", "AttributeError"),
     ],
 )
@@ -142,64 +127,70 @@ def test_emulator_and_checkout_load_a_path_alike(pool, host, path, expected):
     assert pool.run(loaded, ROOTS, host, path, world_size=1)[0] == [expected, expected]
 
 
-def gspo_under_bshd(rank: int, roots: dict[str, str]) -> list[str]:
-    case = HostCase("miles", "default", "sample_mean", "gspo", layout="bshd")
-    return [results[0] for results in both(rank, roots, [case])]
-
-
 @pytest.mark.skipif("miles" not in ROOTS, reason="needs MILES_ROOT")
 def test_gspo_with_bshd_and_context_parallelism_still_fails_in_miles(pool):
-    """Our custom_loss trains it; when miles does too, the emulator and the docs have to say so."""
-    for emulated, real in pool.run(gspo_under_bshd, ROOTS, world_size=2, context_parallel_size=2):
-        assert isinstance(emulated, str) and "AssertionError" in emulated
+    """Our custom_loss trains it; when miles does too, the docs have to say so."""
+    case = Case("bshd", settings=OWN_LOSS | {"advantage_estimator": "gspo"})
+    for (real,) in pool.run(run_cases, ROOTS, [case], world_size=2, context_parallel_size=2):
         assert isinstance(real, str) and ("AssertionError" in real or "RuntimeError" in real)
 
 
-# The hosts' flags in our loss, against their own loss. tests/test_custom_loss.py has the float64 truth.
+# The hosts' flags in our loss, against their own loss. tests/test_hosts.py has the float64 truth.
 
 EXACT, DIFFERENT, ACTS = 1e-6, 1e-3, 1e-3  # relative to the largest gradient of float32
-OURS, PER_TOKEN = {"door": "custom_loss"}, {"aggregation": "token_mean", "per_token": True}
+GSPO, CISPO = {"advantage_estimator": "gspo"}, {"advantage_estimator": "cispo"}
 SAMPLER = {"use_opsm": True, "opsm_delta": 0.05, "use_rollout_logprobs": True}
-ICEPOP = {"use_tis": True, "custom_tis_function_path": "icepop"}
-# Options, and the fields of the case.
-FLAGS: dict[str, tuple[dict, dict]] = {
-    "tis": ({"use_tis": True}, {}),
-    "tis, gspo, per token": ({"use_tis": True}, {"estimator": "gspo", **PER_TOKEN}),
-    "icepop": (ICEPOP, {}),
-    "icepop, gspo": (ICEPOP, {"estimator": "gspo"}),
-    "OPSM of the sampler": (SAMPLER, {}),
-    "OPSM of the sampler, gspo, per token": (SAMPLER, {"estimator": "gspo", **PER_TOKEN}),
-    "k1": ({"kl_loss_type": "k1"}, {}),
-    "k2": ({"kl_loss_type": "k2"}, PER_TOKEN),
-    "k3 beyond the clamp of low_var_kl": ({"kl_loss_type": "k3"}, {"ref_gap": 3.5}),
-    "low_var_kl": ({"kl_loss_type": "low_var_kl"}, {}),
-    "unbiased": ({"kl_loss_type": "k3", "use_unbiased_kl": True}, {}),
-    "unbiased by the token's ratio": ({"kl_loss_type": "low_var_kl", "use_unbiased_kl": True}, {"estimator": "gspo"}),
-    "cispo": ({}, {"estimator": "cispo"}),
-    "cispo without a lower bound, tis": ({"eps_clip": 5.0, "use_tis": True}, {"estimator": "cispo"}),
-    **{f"dual clip, {name}": ({"eps_clip_c": 1.02}, {"estimator": name}) for name in ("grpo", "gspo")},
+LOW_VAR, UNBIASED = {"kl_loss_type": "low_var_kl"}, {"use_unbiased_kl": True}
+TIS, ICEPOP = {"use_tis": True}, {"use_tis": True, "custom_tis_function_path": "icepop"}
+# Where the reference is far from the policy.
+BEYOND = "beyond the clamp"
+FLAGS: dict[str, dict] = {
+    "tis": TIS,
+    "tis, gspo, per token": TIS | GSPO | PER_TOKEN,
+    "icepop": ICEPOP,
+    "icepop, gspo": ICEPOP | GSPO,
+    "OPSM of the sampler": SAMPLER,
+    "OPSM of the sampler, gspo, per token": SAMPLER | GSPO | PER_TOKEN,
+    "k1": {"kl_loss_type": "k1"},
+    "k2": {"kl_loss_type": "k2"} | PER_TOKEN,
+    f"k3 {BEYOND} of low_var_kl": {"kl_loss_type": "k3"},
+    "low_var_kl": LOW_VAR,
+    "unbiased": {"kl_loss_type": "k3"} | UNBIASED,
+    "unbiased by the token's ratio": LOW_VAR | UNBIASED | GSPO,
+    "cispo": CISPO,
+    "cispo without a lower bound, tis": {"eps_clip": 5.0} | TIS | CISPO,
+    **{f"dual clip, {loss}": {"eps_clip_c": 1.02, "advantage_estimator": loss} for loss in ("grpo", "gspo")},
 }
 # The host means something else, and a line at start says so.
-UNLIKE: dict[str, tuple[dict, dict]] = {
-    "OPSM of log-probabilities that the trainer recomputes": ({"use_opsm": True, "opsm_delta": 0.005}, {}),
-    "low_var_kl beyond its clamp": ({"kl_loss_type": "low_var_kl"}, {"ref_gap": 3.5}),
-    "unbiased beyond the clamp": ({"kl_loss_type": "low_var_kl", "use_unbiased_kl": True}, {"ref_gap": 3.5}),
-    "unbiased k1": ({"kl_loss_type": "k1", "use_unbiased_kl": True}, {}),
+UNLIKE: dict[str, dict] = {
+    "OPSM of log-probabilities that the trainer recomputes": {"use_opsm": True, "opsm_delta": 0.005},
+    f"low_var_kl {BEYOND}": LOW_VAR,
+    f"unbiased {BEYOND}": LOW_VAR | UNBIASED,
+    "unbiased k1": {"kl_loss_type": "k1"} | UNBIASED,
 }
 
 
-def case_of(host: str, options: dict, fields: dict) -> HostCase:
-    options = options | ({"use_kl_loss": True, "kl_loss_coef": 0.3} if "kl_loss_type" in options else {})
-    return replace(DEFAULT, host=host, options=tuple(options.items()), **OURS | fields)
+def case_of(host: str, name: str, settings: dict) -> Case:
+    if "kl_loss_type" in settings:
+        settings = settings | {"use_kl_loss": True, "kl_loss_coef": 0.3}
+    if "custom_tis_function_path" in settings:
+        settings = settings | {"custom_tis_function_path": ICEPOP_OF[host]}
+    case = Case(host=host, settings=settings, without=(), ref_noise=3.5 if BEYOND in name else 0.4, size=3)
+    return replace(case, shapes=SHAPES) if settings.get("calculate_per_token_loss") else case
+
+
+def without_flags(case: Case) -> Case:
+    kept = {name: value for name, value in case.settings.items() if name in GSPO | PER_TOKEN}
+    return replace(case, settings=kept if kept.get("advantage_estimator") != "cispo" else {})
 
 
 @pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
 def test_a_flag_of_the_host_has_its_meaning_in_our_loss(pool, host):
     """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators."""
-    rows = {name: case_of(host, *row) for name, row in (FLAGS | UNLIKE).items()}
-    rows = {name: case for name, case in rows.items() if host == "slime" or case.estimator != "cispo"}  # miles has none
-    without = {name: replace(c, options=(), estimator=c.estimator.replace("cispo", "grpo")) for name, c in rows.items()}
-    cases = [*rows.values(), *(replace(case, door="default") for case in rows.values()), *without.values()]
+    rows = {name: case_of(host, name, settings) for name, settings in (FLAGS | UNLIKE).items()}
+    rows = {name: case for name, case in rows.items() if host == "slime" or "cispo" not in name}  # miles has none
+    own_losses = [replace(case, settings=case.settings | OWN_LOSS) for case in rows.values()]
+    cases = [*rows.values(), *own_losses, *map(without_flags, rows.values())]
     found = pool.run(run_cases, ROOTS, cases, world_size=2, context_parallel_size=2)[0]
     assert not [result for result in found if isinstance(result, str)], found
     for number, name in enumerate(rows):

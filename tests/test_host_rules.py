@@ -10,7 +10,7 @@ from argparse import Namespace
 from functools import partial
 
 import pytest
-from host_cases import ICEPOP
+from host_steps import ICEPOP_OF
 from launch_settings import CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.config import PolicyLossConfig
@@ -148,7 +148,7 @@ REFUSED = {
     ],
     "custom_correction_is_known": [
         ({**OUR_LOSS, **CUSTOM_TIS, **MILES}, "path user.rejection .*does not call it; known are mil.*icepop_function; remove it"),
-        ({**OUR_LOSS, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"]}, "known are slime"),
+        ({**OUR_LOSS, "use_tis": True, "custom_tis_function_path": ICEPOP_OF["miles"]}, "known are slime"),
     ],
     "correction_is_counted_once": [
         ({**OUR_LOSS, "use_tis": True, **FROM_ROLLOUT}, "--use-tis with --use-rollout-logprobs: .*counted twice; remove --use-tis"),
@@ -226,12 +226,12 @@ ALLOWED = [
     *({**CONSTANT, **REDUCER, **others} for others in ({"multi_lora": True}, {"indep_dp": True}, CUSTOM_TIS)),
     *({**REDUCED, **MIS_MEAN, "tis_batch_normalize": False}, {**BY_TOKENS, **CUSTOM_TIS, "use_tis": False}),
     *(BY_TOKENS, BY_REWARD, {**BY_REWARD, **REDUCER}, {**TOKEN_MEAN, **REWARD, **ONE_STEP, **REDUCER}),
-    {**PROMPT_MEAN, **REWARD, **TWO_STEPS, **MILES, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"]},
+    {**PROMPT_MEAN, **REWARD, **TWO_STEPS, **MILES, "use_tis": True, "custom_tis_function_path": ICEPOP_OF["miles"]},
     {**BY_REWARD, "advantage_estimator": "cispo", "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
     {**BY_REWARD, **ONE_STEP, "samples_per_prompt": 4, "allow_partial_prompt_groups": True},
     {**BY_REWARD, **CUSTOM_LOSS, "policy_loss": "sapo"},
     {**BY_REWARD, **REDUCER, "custom_generate_function_path": "user.agent"},
-    *({**OUR_LOSS, **MILES, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"]}, {**OUR_LOSS, "use_opsm": True}),
+    *({**OUR_LOSS, **MILES, "use_tis": True, "custom_tis_function_path": ICEPOP_OF["miles"]}, {**OUR_LOSS, "use_opsm": True}),
     *({**OUR_LOSS, "use_opsm": True, **FROM_ROLLOUT}, {**REDUCED, "use_tis": True, **FROM_ROLLOUT}),
     *({**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": name} for name in ("k1", "k2", "k3", "low_var_kl", None)),
     *({**OUR_LOSS, "use_kl_loss": True, "use_unbiased_kl": True}, {**REDUCED, "eps_clip_c": 3.0}),
@@ -339,7 +339,7 @@ def test_the_advice_of_validation_is_told_of_our_loss_only():
         ({"use_tis": True}, {"importance_correction": "tis", "importance_correction_low": 0.0, "importance_correction_high": 2.0}),
         ({"use_tis": True, "importance_correction_high": "3"}, {"importance_correction_high": 3.0}),
         (
-            {**MILES, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"].replace(".icepop", ":icepop"), "tis_clip": 5.0},
+            {**MILES, "use_tis": True, "custom_tis_function_path": ICEPOP_OF["miles"].replace(".ice", ":ice"), "tis_clip": 5.0},
             {"importance_correction": "icepop", "importance_correction_low": 0.0, "importance_correction_high": 5.0},
         ),
         ({"tis_clip": 5.0, "custom_tis_function_path": "user.f"}, {"importance_correction": "none"}),

@@ -32,9 +32,9 @@ from helpers import (
     with_gradient,
     zigzag,
 )
-from host_cases import HostCase
-from host_cases import truth as truth_of_dense_step
-from host_ranks import run_cases
+from host_emulator import run_cases
+from host_steps import REDUCED_BY, REWARD, SEGMENTS, Case
+from host_steps import oracle as truth_of_step
 from launches import counted_launches
 from loss_backends import TRITON, over_backends
 from nemo_rl_cases import master_config
@@ -319,7 +319,7 @@ def config_of(name: str) -> PolicyLossConfig:
     return PolicyLossConfig(policy_loss=name, clip_ratio_high=0.001, samples_per_prompt=4)
 
 
-def train_and_host_step(rank: int, folder: Path, case: HostCase):
+def train_and_host_step(rank: int, folder: Path, case: Case):
     found = []
     for name in ("own_losses.own_cispo", "cispo"):
         _, weights = run_loop(folder / name, config_of(name), {"num_rollouts": 2, "lr": 1e-2})
@@ -330,14 +330,13 @@ def train_and_host_step(rank: int, folder: Path, case: HostCase):
 @pytest.mark.megatron
 def test_cispo_in_a_file_of_ones_own_trains_in_train_and_in_an_emulated_host(pool, tmp_path):
     """In train as the built-in one, bit for bit; in the host the step of dense logits by the reference."""
-    case = HostCase("slime", "custom_loss", "sample_mean", options=(("policy_loss", "own_losses.own_cispo"),), size=2)
+    case = Case(host="slime", settings={"policy_loss": "own_losses.own_cispo"}, size=2)
     [((own, builtin), host)] = pool.run(train_and_host_step, tmp_path, case, world_size=1)
     assert all(map(torch.equal, own[0], builtin[0]))
     assert own[1] == builtin[1] and any(row["policy/clipped_ratio_fraction"] > 0 for row in own[1])
     assert not isinstance(host, str), host
-    _, gradient = truth_of_dense_step(case.aggregation, "cispo", case.has_masked_sample)
+    gradient, other = (truth_of_step(Case(settings={"advantage_estimator": loss})).gradient for loss in ("cispo", "grpo"))
     assert float((host.gradient - gradient).abs().max() / gradient.abs().max()) < 1e-6
-    _, other = truth_of_dense_step(case.aggregation, case.estimator, case.has_masked_sample)
     assert not torch.allclose(gradient, other)
 
 
@@ -397,7 +396,6 @@ def test_explain_shows_it_along_the_chain(host, route, factors):
 
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
-REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process"}
 
 
 def test_the_start_line_states_the_records_formula():
@@ -454,19 +452,26 @@ BY_HAND = {
     SQUARE_ROOT: lambda n: 1 / (n.R * n.Mj**0.5),
     ODD: lambda n: 1 / (n.R * (n.Mj + 10)),
 }
-# Small micro-batches; one sample a rollout, or several where the part of ours sees rollouts. Without the hook slime normalises the
-# rewards of segments in another way.
+# Small micro-batches; one sample a rollout, or several where the part of ours sees rollouts.
 IN_HOSTS = [
-    HostCase("miles", "reducer", SAMPLE_SUM, size=5, segments=True),
-    HostCase("slime", "reducer", SQUARE_ROOT, "gspo", size=5),
-    HostCase("miles", "custom_loss", SQUARE_ROOT, size=5, segments=True),
-    HostCase("slime", "custom_loss", SAMPLE_SUM, "gspo", size=5),
-    HostCase("miles", "default", OF_GROUPS, "gspo", "reward", size=5, segments=True),
-    HostCase("slime", "default", SQUARE_ROOT, "grpo", "reward", size=5),
-    HostCase("slime", "reducer", ODD, "gspo", "reward", size=5, segments=True),
-    HostCase("miles", "reducer", OF_GROUPS, "grpo", "reward", size=5),
-    HostCase("slime", "custom_loss", OF_GROUPS, "gspo", "reward", size=5, segments=True),
-    HostCase("miles", "custom_loss", ODD, "grpo", "reward", size=5),
+    Case(
+        host=host,
+        settings=REDUCED_BY[route] | hook | {"loss_aggregation": name, "advantage_estimator": loss},
+        rollouts=rollouts,
+        size=2,
+    )
+    for host, route, name, loss, hook, rollouts in (
+        ("miles", "reducer", SAMPLE_SUM, "grpo", {}, SEGMENTS),
+        ("slime", "reducer", SQUARE_ROOT, "grpo", {}, None),
+        ("miles", "custom_loss", SQUARE_ROOT, "grpo", {}, SEGMENTS),
+        ("slime", "custom_loss", SAMPLE_SUM, "gspo", {}, None),
+        ("miles", "host", OF_GROUPS, "grpo", REWARD, SEGMENTS),
+        ("slime", "host", SQUARE_ROOT, "grpo", REWARD, None),
+        ("slime", "reducer", ODD, "grpo", REWARD, SEGMENTS),
+        ("miles", "reducer", OF_GROUPS, "grpo", REWARD, None),
+        ("slime", "custom_loss", OF_GROUPS, "gspo", REWARD, SEGMENTS),
+        ("miles", "custom_loss", ODD, "grpo", REWARD, None),
+    )
 ]
 
 
@@ -475,6 +480,6 @@ def test_it_is_trained_in_the_emulated_hosts(pool):
     for case, result in zip(IN_HOSTS, pool.run(run_cases, {}, IN_HOSTS, world_size=1)[0], strict=True):
         assert not isinstance(result, str), f"{case}:\n{result}"
         with mock.patch.dict(oracle.AGGREGATIONS, BY_HAND):
-            _, wanted = case.truth()
+            wanted = truth_of_step(case).gradient
         error = float((result.gradient - wanted).abs().max() / wanted.abs().max())
         assert error <= 1e-6, f"{case}: {error:.2e}"

@@ -12,7 +12,7 @@ import torch
 from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model, host_of
 from foreign_heads import FOREIGN_HEADS, check_refusals, subclassed
 from helpers import error_of, pool_of, set_global_args
-from host_loss_cases import Case, one
+from host_steps import Case, one
 from launch_settings import CUSTOM_LOSS, REDUCER
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,14 +1,23 @@
-"""hooks.custom_loss on every layout of the hosts: parts of ranks and micro-batches make the dense loss; what it refuses by name."""
+"""Our loss and our reducer inside miles and slime: each layout of a step has loss, gradient and metrics of the dense float64 step.
+
+The emulated hosts run always, real checkouts with MILES_ROOT=... SLIME_ROOT=... pytest -m host --require host. Both load our hooks
+by their own load_function, from samples to Megatron's gradient; neither scaling nor slicing is done by hand here. Then what
+hooks.custom_loss communicates, reports, and refuses by name.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import counted_collectives, error_of, pool_of
-from host_loss_cases import (
+from helpers import counted_collectives, pool_of
+from host_emulator import StepResult, run_cases
+from host_harness import roots_by_environment
+from host_steps import (
+    AGENT,
     CONSTANT,
     GSPO,
     ICEPOP,
@@ -16,8 +25,10 @@ from host_loss_cases import (
     MASKED,
     OPSM,
     PER_TOKEN,
+    REDUCED_BY,
     REPLAY,
     REWARD,
+    SEGMENTS,
     SHAPES,
     TERMS,
     TIS,
@@ -28,7 +39,6 @@ from host_loss_cases import (
     never,
     one,
     oracle,
-    run_part,
 )
 
 from megatron_rl.errors import ConfigError, DataError
@@ -38,6 +48,7 @@ from megatron_rl.hosts.loss import custom_loss
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.metrics.policy import STATISTICS
 from megatron_rl.policy_loss import policy_loss as front_door
+from megatron_rl.testing.ranks import RankPool
 
 UNBIASED, ENTROPY = {"use_unbiased_kl": True}, {"entropy_coef": 0.2}
 CISPO_OPEN = {"advantage_estimator": "cispo", "eps_clip": 4.0}
@@ -47,8 +58,8 @@ MASK = {
     "importance_correction_low": 0.9,
     "importance_correction_high": 1.2,
 }
+PROMPT_MEAN, TOKEN_MEAN = {"loss_aggregation": "prompt_mean"}, {"loss_aggregation": "token_mean"}
 SKIPPED = {"skip_old_log_probs": True, "custom_megatron_init_path": "megatron_rl.hooks.custom_megatron_init"}
-SEGMENTS = [0, 1, 2, 2, 1, 3]
 CASES = {
     "grpo thd": Case(),
     "FB-27 gspo thd": Case(settings=GSPO),
@@ -62,7 +73,6 @@ CASES = {
     "token_mean gspo, host per token": Case(host="slime", settings=PER_TOKEN | GSPO | TIS, shapes=SHAPES, without=()),
     "FB-11 segments of one rollout share its weight": Case(settings=TERMS, rollouts=SEGMENTS),
     "FB-11 segments, constant, slime": Case(host="slime", settings=CONSTANT, rollouts=SEGMENTS),
-    "prompt_mean with the reward companion": Case(settings=REWARD, rollouts=SEGMENTS),
     "rollout log-probabilities": Case(host="slime", settings={"use_rollout_logprobs": True}, without=("log_probs",)),
     "rollout log-probabilities, miles": Case(settings={"use_rollout_logprobs": True}, without=()),
     "FB-66 slime reuses the current log-probabilities": Case(host="slime", settings=GSPO | TERMS, without=("log_probs",)),
@@ -107,42 +117,154 @@ CASES |= {
     "dual clip": Case(settings={"eps_clip_c": 1.3}),
     "dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05}),
 }
-# Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
-ALL_KEYS = (
-    "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "
-    "tis_clipfrac tis_abs opsm_clipfrac"
-).split()
+# Who reduces, with the weights that our hook puts into rewards or without. The host's reducer and our loss divide by the tokens of
+# a sample's rollout; our reducer sees no rollouts.
+WEIGHTED = {
+    f"{mode}, {route}, {host}": Case(host=host, settings=REDUCED_BY[route] | REWARD | aggregation, size=size)
+    for host, size in (("miles", 1), ("slime", 2))
+    for route in REDUCED_BY
+    for mode, aggregation in (("prompt_mean", PROMPT_MEAN), ("token_mean", TOKEN_MEAN), ("constant", CONSTANT))
+}
+WEIGHTED |= {f"FB-11 segments, {name}": replace(case, rollouts=SEGMENTS) for name, case in WEIGHTED.items()}
+for host in REPLAY:
+    reduced = Case(host=host, settings=REDUCED_BY["reducer"])
+    WEIGHTED |= {
+        f"sample_mean, reducer, {host}": reduced,
+        f"constant, reducer, {host}": replace(reduced, settings=reduced.settings | CONSTANT),
+        f"per token, reducer, {host}": replace(reduced, settings=reduced.settings | PER_TOKEN, shapes=SHAPES),
+        f"recomputed, {host}": replace(reduced, settings={"recompute_loss_function": True}),
+        f"FB-11 segments, constant, our reducer alone, {host}": replace(
+            reduced, settings=reduced.settings | CONSTANT | AGENT, rollouts=SEGMENTS
+        ),
+        f"FB-11 segments, sample_mean, our reducer, {host}": replace(
+            reduced, settings=reduced.settings | REWARD | AGENT, rollouts=SEGMENTS
+        ),
+    }
+CASES |= WEIGHTED
+ROOTS = roots_by_environment()
+# Relative to the largest number, float32 against float64. Megatron's fused cross-entropy rounds its backward to bf16.
+EXACT, FUSED = 1e-6, 2e-2
+pool = pool_of(4)
+checkouts = pool_of(4)  # where a checkout stays loaded
 
 
-def run_on_rank(rank: int, size: int, names: list[str]) -> dict:
-    groups = resolve_groups()
-    place = (groups.cp.rank(), groups.cp.size(), groups.dp.rank(), groups.dp.size(), groups.tp.rank(), groups.tp.size())
-    return {name: run_part(CASES[name], size, *place) for name in names}
+def assert_is_the_dense_step(name: str, case: Case, by_rank: list[StepResult | str], dp: int, cp: int, tolerance=EXACT) -> None:
+    for rank, found in enumerate(by_rank):
+        assert not isinstance(found, str), f"{name}, rank {rank}:\n{found}"
+        wanted = oracle(case)
+        error = float((found.gradient - wanted.gradient).abs().max() / wanted.gradient.abs().max().clamp(min=1e-3))
+        assert error <= tolerance, f"{name}: the gradient is wrong by {error:.2e} of its largest element"
+        # The loss is a difference of larger numbers: its roundings are those of numbers of size 0.1.
+        assert found.loss == pytest.approx(wanted.loss, rel=EXACT, abs=1e-7), name
+        metrics = wanted.metrics | ({} if reports_entropy(case) else {"entropy_loss": 0.0})
+        assert list(found.metrics) == list(by_rank[0].metrics)
+        for key in found.metrics if case.has_our_loss else ("loss", "pg_loss"):
+            assert found.metrics[key] == pytest.approx(metrics[key], rel=2 * EXACT, abs=2e-7), f"{name}: {key}"
+        if case.args().calculate_per_token_loss:
+            assert found.num_tokens == cp * sum(sum(mask) for _, _, mask in case.shapes)
+        else:
+            assert found.num_tokens == cp * sum(-(-of_rank // (case.size or of_rank)) for of_rank in dealt(case, dp))
 
 
-def assert_is_the_dense_loss(case: Case, parts: list, tp_size: int = 1) -> None:
-    """The host's outer arithmetic: the sum over ranks and micro-batches, divided by the step's rollouts or tokens."""
-    want_loss, want_gradients, want_metrics = oracle(case)
-    tokens = sum(sum(mask) for _, _, mask in case.shapes)
-    divisor = tokens if case.args().calculate_per_token_loss else case.num_rollouts
-    loss = sum(part[0] for part in parts) / divisor / tp_size
-    torch.testing.assert_close(loss, float(want_loss), rtol=1e-6, atol=1e-7)
-    for number, want in enumerate(want_gradients):
-        torch.testing.assert_close(sum(part[1][number] for part in parts) / divisor, want, rtol=1e-6, atol=1e-7)
-    keys = {tuple(of_one) for part in parts for of_one in part[3]}
-    assert len(keys) == 1, f"keys differ between ranks or micro-batches: {keys}"
-    for name in keys.pop():
-        if name == "entropy_loss" and case.host == "miles" and not case.settings.get("entropy_coef"):
-            want_metrics[name] = 0.0  # as miles reports what it does not compute
-        got = sum(part[2][name] for part in parts) / divisor / tp_size
-        torch.testing.assert_close(got, want_metrics[name], rtol=2e-6, atol=2e-7, msg=lambda text, name=name: f"{name}: {text}")
+def dealt(case: Case, dp: int) -> list[int]:
+    """The number of samples of each data-parallel rank."""
+    return [len(range(rank, len(case.shapes), dp)) for rank in range(dp)]
+
+
+def reports_entropy(case: Case) -> bool:
+    """miles says 0 of what it does not compute."""
+    return case.host == "slime" or bool(case.settings.get("entropy_coef"))
 
 
 # Each case with one size of micro-batches, in turn.
 @pytest.mark.parametrize(("name", "size"), [(name, (2, 1, 6)[number % 3]) for number, name in enumerate(CASES)])
-def test_micro_batches_add_up_to_the_dense_loss(name, size):
+def test_micro_batches_add_up_to_the_dense_step(name, size):
     """FB-56: everything masked is NaN, inf or 1e30 here, and half of the rows are NaN logits."""
-    assert_is_the_dense_loss(CASES[name], [run_part(CASES[name], size)])
+    case = replace(CASES[name], size=size)
+    assert_is_the_dense_step(name, case, run_cases(0, {}, [case]), 1, 1)
+
+
+@pytest.fixture(params=["emulated", pytest.param("checkouts", marks=pytest.mark.host)])
+def hosts(request) -> tuple[RankPool, dict[str, str]]:
+    """The ranks, and the roots of the checkouts: the emulated hosts, or those that there are."""
+    is_emulated = request.param == "emulated"
+    return request.getfixturevalue("pool" if is_emulated else "checkouts"), {} if is_emulated else ROOTS
+
+
+def assert_all_are_the_dense_step(hosts, cases: dict[str, Case], dp: int, cp: int, tp: int = 1, tolerance=EXACT) -> None:
+    ranks, roots = hosts
+    if roots:  # the samples of a checkout bring no sets here
+        cases = {name: case for name, case in cases.items() if case.host in roots and not case.keeps}
+    layout = {"context_parallel_size": cp, "tensor_model_parallel_size": tp}
+    by_rank = ranks.run(run_cases, roots, [*cases.values()], tolerance != FUSED, world_size=dp * cp * tp, **layout)
+    for number, (name, case) in enumerate(cases.items()):
+        assert_is_the_dense_step(name, case, [results[number] for results in by_rank], dp, cp, tolerance)
+
+
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]  # dp, cp, tp
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_add_up_to_the_dense_step(hosts, layout):
+    """FB-21, FB-26, FB-24, FB-25, FB-11: catches any factor of N, M, dp or cp, a count of a slice, a group's tokens of one
+    micro-batch. A rank without tokens takes part like any other. A checkout runs all cases that it knows."""
+    names, is_real = list(CASES), bool(hosts[1])
+    dp, cp, tp = layout
+    if tp > 1:  # sets on both shards and on one, of one id and of all; our reducer sees no vocabulary
+        chosen = [name for number, name in enumerate(names) if name.startswith("kept ids") or number % 4 == 0]
+        chosen = [name for name in chosen if CASES[name].has_our_loss]
+    else:
+        chosen = names if is_real else names[LAYOUTS.index(layout) :: 4]
+    sizes = (3, 2, 0)
+    cases = {name: replace(CASES[name], size=sizes[number % 3]) for number, name in enumerate(chosen)}
+    assert_all_are_the_dense_step(hosts, cases, *layout)
+
+
+@pytest.mark.host
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", ["bshd", "allgather"])
+@pytest.mark.parametrize("estimator", ["grpo", "gspo"])
+def test_a_checkout_reduces_its_own_rows_with_our_weights(checkouts, layout, estimator):
+    """The hosts' GSPO leaves the backward of a gather out on a rank that holds no response token of the micro-batch, and the others
+    wait for it, with their own reducer as with ours: one micro-batch. slime has no padded rows, and our reducer refuses them under
+    context parallelism."""
+    cases = {
+        name: replace(case, layout=layout, settings=case.settings | {"advantage_estimator": estimator}, size=0)
+        for name, case in WEIGHTED.items()
+        if not case.has_our_loss and (layout == "allgather" or case.host == "miles")
+    }
+    assert_all_are_the_dense_step((checkouts, ROOTS), cases, 2, *((1, 1) if layout == "bshd" else (2, 1)))
+
+
+@pytest.mark.host
+@pytest.mark.megatron
+def test_a_checkout_trains_the_dense_step_with_the_cross_entropy_it_comes_with(checkouts):
+    """Catches an exact cross-entropy that hides what a host does with its own."""
+    cases = {name: CASES[name] for host in REPLAY for name in (f"constant, reducer, {host}", f"prompt_mean, reducer, {host}")}
+    assert_all_are_the_dense_step((checkouts, ROOTS), cases, 2, 2, tolerance=FUSED)
+
+
+OF_TRITON = Case(settings=CONSTANT | {"policy_loss_backend": "triton"}, size=3)
+# The gradient is written over the logits, but for the last two, which read them again.
+IN_TRITON = {
+    "constant": OF_TRITON,
+    "per token": replace(OF_TRITON, host="slime", settings=OF_TRITON.settings | PER_TOKEN, shapes=SHAPES, size=1),
+    "gspo bshd": replace(OF_TRITON, layout="bshd", settings=OF_TRITON.settings | GSPO, size=0),
+    "recomputed": replace(OF_TRITON, settings=OF_TRITON.settings | {"recompute_loss_function": True}, size=0),
+    "allgather": replace(OF_TRITON, host="slime", layout="allgather"),
+}
+
+
+@pytest.mark.kernel
+@pytest.mark.interpreter
+@pytest.mark.megatron
+def test_our_loss_in_triton_trains_the_dense_step(hosts):
+    """The host's factor is not known to the loss: a first micro-batch that assumes 1 has the others' gradient."""
+    pytest.importorskip("triton")
+    # A kernel's exponentials are off by 2^-22.
+    assert_all_are_the_dense_step(hosts, IN_TRITON, 2, 2, tolerance=2 * EXACT)
 
 
 @pytest.mark.parametrize("policy_loss", ["gmpo", "gspo_token", "dppo_tv", "topr"])
@@ -156,9 +278,9 @@ def test_pg_clipfrac_is_what_the_loss_itself_counts(policy_loss, monkeypatch):
         return output
 
     monkeypatch.setattr("megatron_rl.hosts.loss.policy_loss", with_statistics)
-    case = Case(settings={"policy_loss": policy_loss, "eps_clip": None, "eps_clip_high": None}, without=())
-    _, _, metrics, _ = run_part(case, 2)
-    assert metrics["pg_clipfrac"] == pytest.approx(sum(counted), rel=1e-6)  # both are float32 sums of 0 and 1 / m_i
+    case = Case(settings={"policy_loss": policy_loss, "eps_clip": None, "eps_clip_high": None}, without=(), size=2)
+    (found,) = run_cases(0, {}, [case])
+    assert 6 * found.metrics["pg_clipfrac"] == pytest.approx(sum(counted), rel=1e-6)  # both are float32 sums of 0 and 1 / m_i
     assert sum(counted) > 0.1
 
 
@@ -168,43 +290,18 @@ CORRECTED = [name for name, case in CASES.items() if set(case.settings) & {"use_
 @pytest.mark.parametrize("name", CORRECTED)
 def test_a_correction_of_the_cases_acts_on_some_tokens_and_not_on_all(name):
     """A case whose bounds hold every ratio would agree with a loss that corrects nothing."""
-    settings, metrics = CASES[name].settings, oracle(CASES[name])[2]
+    settings, metrics = CASES[name].settings, oracle(CASES[name]).metrics
     if "use_opsm" in settings:
         assert 0 < metrics["opsm_clipfrac"] < 0.6
     if set(settings) & {"use_tis", "importance_correction"}:
         assert 0 < metrics["tis_clipfrac"] < 0.9
 
 
-pool = pool_of(4)
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("world_size", "size", "layout", "which"),
-    [
-        # Each case on one of the first three layouts, in turn.
-        pytest.param(2, 3, {"context_parallel_size": 2}, slice(0, None, 3), id="cp 2"),
-        pytest.param(4, 2, {"context_parallel_size": 4}, slice(1, None, 3), id="cp 4"),
-        pytest.param(4, 6, {"context_parallel_size": 2}, slice(2, None, 3), id="cp 2 x dp 2"),
-        pytest.param(4, 6, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, slice(0, None, 4), id="cp 2 x tp 2"),
-    ],
-)
-def test_ranks_add_up_to_the_dense_loss(pool, world_size, size, layout, which):
-    """FB-26, FB-24, FB-25, FB-11: thd, bshd and allgather rows; a rank without tokens takes part like any other."""
-    names = list(CASES)[which]
-    if "tensor_model_parallel_size" in layout:  # sets on both shards and on one, of one id and of all
-        names = list(dict.fromkeys([*names, *(name for name in CASES if name.startswith("kept ids"))]))
-    answers = pool.run(run_on_rank, size, names, world_size=world_size, **layout)
-    for name in names:
-        assert_is_the_dense_loss(CASES[name], [answer[name] for answer in answers], layout.get("tensor_model_parallel_size", 1))
-
-
 ALONE_IN_ROW = Case("allgather bshd", settings=GSPO | TIS | TERMS, without=())
 
 
-def count_and_refuse(rank: int):
-    """Collectives of a forward and of its backward, and the errors that only cp > 1 can raise."""
+def counted_on_rank(rank: int) -> dict:
+    """Collectives of a forward and of its backward."""
     cp = resolve_groups().cp
 
     def counted(case: Case):
@@ -214,25 +311,30 @@ def count_and_refuse(rank: int):
             loss.backward()
         return [(name, shape) for name, shape, _ in forward], len(backward)
 
-    counts = {
+    return {
         "gspo": counted(Case(settings=GSPO)),
         "gspo without metrics": counted(Case(settings=GSPO | {"policy_metrics": "none"})),
         "grpo slime": counted(Case(host="slime")),
     }
-    place = (cp.rank(), cp.size())
-    return counts, error_of(lambda: run_part(ALONE_IN_ROW, 2, *place)), run_part(ALONE_IN_ROW, 1, *place)
 
 
 @pytest.mark.megatron
 def test_gspo_sums_one_row_a_sample_over_context_ranks(pool):
     """FB-27: six samples, one all-reduce of [6, k] for the loss, one more for the metrics, none in backward."""
-    answers = pool.run(count_and_refuse, world_size=2, context_parallel_size=2)
-    for counts, refusal, _ in answers:
+    for counts in pool.run(counted_on_rank, world_size=2, context_parallel_size=2):
         assert counts["gspo"] == ([("all_reduce", (6, 5)), ("all_reduce", (6,))], 0)
         assert counts["gspo without metrics"] == ([("all_reduce", (6, 5))], 0)
         assert counts["grpo slime"] == ([("all_reduce", (6, 2))], 0)
-        assert "--allgather-cp with --qkv-format bshd and 2 samples" in refusal and "--micro-batch-size 1" in refusal
-    assert_is_the_dense_loss(ALONE_IN_ROW, [answer[2] for answer in answers])
+
+
+@pytest.mark.megatron
+def test_contiguous_padded_rows_hold_one_sample(pool):
+    """The host finds a sample's rows by the lengths before it, without their padding."""
+    cases = [replace(ALONE_IN_ROW, size=size) for size in (2, 1)]
+    answers = pool.run(run_cases, {}, cases, world_size=2, context_parallel_size=2)
+    for refused, _ in answers:
+        assert "--allgather-cp with --qkv-format bshd and 2 samples" in refused and "--micro-batch-size 1" in refused
+    assert_is_the_dense_step("one sample a row", cases[1], [found for _, found in answers], 1, 2)
 
 
 def test_one_process_launches_no_collective():
@@ -273,6 +375,13 @@ def test_reported_loss_does_not_share_memory_with_the_loss():
     assert float(metrics["loss"]) == kept != 0
 
 
+# Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
+ALL_KEYS = (
+    "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "
+    "tis_clipfrac tis_abs opsm_clipfrac"
+).split()
+
+
 @pytest.mark.parametrize("shapes", [SHAPES, [MASKED, MASKED]], ids=["normal", "all masked"])
 def test_metric_names_are_the_hosts_in_their_order(shapes):
     everything = Case(settings=TIS | OPSM | TERMS, shapes=shapes, without=())
@@ -284,7 +393,7 @@ def test_metric_names_are_the_hosts_in_their_order(shapes):
 
 def test_entropy_is_reported_where_the_host_reports_it():
     """The value is the same with and without a coefficient; miles reports 0 for what it leaves out."""
-    want = oracle(Case(host="slime"))[2]["entropy_loss"] * 6
+    want = oracle(Case(host="slime")).metrics["entropy_loss"] * 6
     for case in (
         Case(host="slime"),
         Case(settings={"observe_training_entropy": True}),
@@ -379,7 +488,7 @@ BAD_DATA = {
     "FB-02 no ref_log_probs": (Case(settings=TERMS), without("ref_log_probs"), "no 'ref_log_probs'"),
     "FB-02 TIS, no rollout_log_probs": (Case(settings=TIS), None, NEEDS),
     "FB-02 rollout log-probs unset": (Case(settings={"use_rollout_logprobs": True}), None, "no 'rollout_log_probs'"),
-    "FB-11 companion without counts": (Case(settings=REWARD), without("rollout_mask_sums"), "no 'rollout_mask_sums'"),
+    "FB-11 companion without counts": (Case(settings=REWARD | PROMPT_MEAN), without("rollout_mask_sums"), "no 'rollout_mask_sums'"),
     "short log_probs": (Case(), shorter("log_probs"), r"log_probs\[0\] .* \(4,\): it must be \[5\]"),
     "log_probs of a forward that is left out": (Case(settings=SKIPPED, without=()), None, "log_probs, which would be ignored"),
     "too few lists": (Case(), fewer("advantages"), "5 advantages for 6 total_lengths"),

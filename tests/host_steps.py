@@ -1,4 +1,4 @@
-"""A step of samples as a host lays it out over its ranks, its loss by the oracle, and hooks.custom_loss run on it."""
+"""A step of samples as miles and slime lay it out over ranks and micro-batches; its loss, gradient, metrics by the oracle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from itertools import accumulate
 
 import torch
 from helpers import zigzag
-from host_cases import ICEPOP as FUNCTIONS
+from launch_settings import CUSTOM_LOSS, REDUCER, launch
+from launch_settings import REWARD as REWARD_HOOK
 from torch import Tensor
 
 from megatron_rl.hosts.loss import custom_loss
@@ -19,7 +20,6 @@ from megatron_rl.testing.oracle import ESTIMATORS, DenseSample, DenseSettings, S
 VOCAB_SIZE = 8
 DIVISOR = 16.0
 TEMPERATURE = 0.7
-TIS_CLIP = 1.2
 # (total, response, mask): a partial mask, one token, a prompt longer than several chunks, a prompt of one token.
 SHAPES = [
     (9, 5, [1, 0, 1, 1, 0]),
@@ -29,8 +29,7 @@ SHAPES = [
     (12, 6, [1] * 6),
 ]
 MASKED = (8, 4, [0, 0, 0, 0])
-
-
+REWARDS = (1.5, -0.75, 0.5, -2.0, 1.0, -0.25)
 # Where the hosts' batches have what their samplers kept.
 KEYS = {
     "miles": ("rollout_sampling_mask_ids", "rollout_sampling_mask_offsets"),
@@ -38,15 +37,16 @@ KEYS = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sample:
-    """`values` holds [response] float64 numbers that float32 represents, NaN where the mask is 0."""
+    """`values` holds [response] float64 numbers that float32 represents, junk where the mask is 0."""
 
     total: int
     mask: list[int]
     tokens: Tensor  # [total]
     logits: Tensor  # [total, V] float64
     values: dict[str, Tensor]
+    group: int
     rollout: int
     kept: list[list[int]] | None = None
     """What the sampler kept at each response token: nothing at a masked one, which is a tool's."""
@@ -58,84 +58,121 @@ class Sample:
     def unmasked(self) -> list[int]:
         return [j for j, bit in enumerate(self.mask) if bit]
 
-    def over_kept(self, rows: Tensor, index: list[int]) -> Tensor:  # [n, V] of these response tokens
-        """-inf outside of what was kept, where that is known."""
-        if self.kept is None:
-            return rows
-        outside = torch.ones_like(rows, dtype=torch.bool)
-        for row, j in enumerate(index):
-            outside[row, self.kept[j] or list(range(VOCAB_SIZE))] = False
-        return rows.masked_fill(outside, -math.inf)
-
     def scores(self, rows: Tensor, index: list[int]) -> Tensor:  # [n, V] of these response tokens -> [n] log-probabilities
+        """-inf outside of what was kept, where that is known."""
+        if self.kept is not None:
+            outside = torch.ones_like(rows, dtype=torch.bool)
+            for row, j in enumerate(index):
+                outside[row, self.kept[j] or list(range(VOCAB_SIZE))] = False
+            rows = rows.masked_fill(outside, -math.inf)
         labels = self.tokens[self.prompt + torch.tensor(index, dtype=torch.int64)]
-        return (self.over_kept(rows, index) / TEMPERATURE).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        return (rows / TEMPERATURE).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
-    """One launch: a layout of rows, a host, its settings, and which of the oracle's terms they turn on."""
+    """One launch: a layout of rows, a host, settings as its parser has them; it trains our loss where these do not say another."""
 
-    layout: str = "thd"
+    layout: str = "thd"  # bshd, allgather
     host: str = "miles"
     settings: dict = field(default_factory=dict)
     shapes: list = field(default_factory=lambda: [*SHAPES[:3], MASKED, *SHAPES[3:]])
-    rollouts: list[int] | None = None
+    rollouts: list[int] | None = None  # of each sample; None: each is one
     without: tuple[str, ...] = ("rollout_log_probs",)
     ref_noise: float = 0.4
+    size: int = 0  # samples of a micro-batch, 0 for all
 
     @property
     def keeps(self) -> bool:
         """--sampling-support replay: each sample comes with what its sampler kept."""
         return self.settings.get("sampling_support") == "replay"
 
-    def samples(self) -> list[Sample]:
-        generator = torch.Generator().manual_seed(7)
-        rollouts = list(range(len(self.shapes))) if self.rollouts is None else self.rollouts
-        samples = []
-        for number, (total, response, mask) in enumerate(self.shapes):
-            logits = torch.randn(total, VOCAB_SIZE, generator=generator, dtype=torch.float64)
-            tokens = torch.randint(VOCAB_SIZE, (total,), generator=generator)
-            values = {"advantages": torch.full((response,), (1.5, -0.75, 0.5, -2.0, 1.0, -0.25)[number])}
-            one = Sample(total, mask, tokens, logits, {}, rollouts[number])
-            one.kept = [self.set_of(int(tokens[one.prompt + j]), j, bit) for j, bit in enumerate(mask)] if self.keeps else None
-            exact = one.scores(one.logits[one.prompt - 1 : total - 1], list(range(response)))
-            for name, noise in (("log_probs", 0.2), ("ref_log_probs", self.ref_noise), ("rollout_log_probs", 0.3)):
-                values[name] = exact + noise * torch.randn(response, generator=generator, dtype=torch.float64)
-            junk = (math.nan, -math.inf, math.inf, 1e30)[number % 4]
-            hidden = torch.tensor(mask) == 0
-            rounded = {key: value.float().double().masked_fill(hidden, junk) for key, value in values.items()}
-            samples.append(Sample(total, mask, tokens, logits, rounded, rollouts[number], one.kept))
-        return samples
+    @property
+    def has_our_loss(self) -> bool:
+        return self.args().loss_type == "custom_loss"
 
-    @staticmethod
-    def set_of(token: int, place: int, bit: int) -> list[int]:
-        """Of one id, of a few on one or both tensor-parallel shards, in the order of a sampler, and of all."""
-        size = (3, 1, 4, VOCAB_SIZE, 2)[place % 5]
-        return [(token + 3 * k) % VOCAB_SIZE for k in range(size)] if bit else []
-
-    def args(self) -> Namespace:
-        values = {
-            "loss_type": "custom_loss",
-            "custom_loss_function_path": "megatron_rl.hooks.custom_loss",
-            "loss_aggregation": "sample_mean",
-            "advantage_estimator": "grpo",
-            "eps_clip": 0.1,
-            "eps_clip_high": 0.15,
-            "rollout_temperature": TEMPERATURE,
-            "calculate_per_token_loss": False,
-            "rollout_batch_size": 6,
-            "qkv_format": "bshd" if self.layout.endswith("bshd") else "thd",
-            "allgather_cp": self.layout.startswith("allgather"),
-            "kl_loss_type": "k1",
-        }
-        if self.host == "miles":
-            values |= {"observe_training_entropy": False, "true_on_policy_mode": False, "skip_actor_forward_only": False}
-        return Namespace(**values | self.settings)
+    @property
+    def groups(self) -> list[int]:
+        """The prompt of each sample: three have one, where the samples are so many."""
+        size = 1 if len(self.shapes) % 3 else 3
+        return [number // size for number in range(len(self.shapes))]
 
     @property
     def num_rollouts(self) -> int:
         return len(self.shapes) if self.rollouts is None else len(set(self.rollouts))
+
+    def samples(self) -> list[Sample]:
+        generator, has_our_loss = torch.Generator().manual_seed(7), self.has_our_loss
+        rollouts = list(range(len(self.shapes))) if self.rollouts is None else self.rollouts
+        samples = []
+        for number, (total, response, mask) in enumerate(self.shapes):
+            logits = torch.randn(total, VOCAB_SIZE, generator=generator, dtype=torch.float64).float().double()
+            tokens = torch.randint(VOCAB_SIZE, (total,), generator=generator)
+            values = {"advantages": torch.full((response,), REWARDS[number])}
+            prompt = total - response
+            kept = [kept_by_sampler(int(tokens[prompt + j]), j, bit) for j, bit in enumerate(mask)] if self.keeps else None
+            one = Sample(total, mask, tokens, logits, {}, self.groups[number], rollouts[number], kept)
+            exact = one.scores(logits[prompt - 1 : total - 1], list(range(response)))
+            for name, noise in (("log_probs", 0.2), ("ref_log_probs", self.ref_noise), ("rollout_log_probs", 0.3)):
+                values[name] = exact + noise * torch.randn(response, generator=generator, dtype=torch.float64)
+            # What our loss must not read. The hosts' own losses read it.
+            junk = (math.nan, -math.inf, math.inf, 1e30)[number % 4] if has_our_loss else 1.0
+            hidden = torch.tensor(mask) == 0
+            samples.append(replace(one, values={key: v.float().double().masked_fill(hidden, junk) for key, v in values.items()}))
+        return samples
+
+    def args(self) -> Namespace:
+        num_prompts = len(set(self.groups))
+        options = CUSTOM_LOSS | {
+            "allgather_cp": self.layout.startswith("allgather"),
+            "eps_clip": 0.1,
+            "eps_clip_high": 0.15,
+            "global_batch_size": self.num_rollouts,
+            "kl_loss_type": "k1",
+            "loss_aggregation": "sample_mean",
+            "n_samples_per_prompt": self.num_rollouts // num_prompts,
+            "num_steps_per_rollout": 1,
+            "rewards_normalization": False,
+            "rollout_batch_size": num_prompts,
+            "rollout_temperature": TEMPERATURE,
+        }
+        if self.layout.endswith("bshd"):
+            options["qkv_format"] = "bshd"
+        return launch(self.host, "", **options | self.settings)
+
+
+def kept_by_sampler(token: int, place: int, bit: int) -> list[int]:
+    """Of one id, of a few on one or both tensor-parallel shards, in the order of a sampler, and of all."""
+    size = (3, 1, 4, VOCAB_SIZE, 2)[place % 5]
+    return [(token + 3 * k) % VOCAB_SIZE for k in range(size)] if bit else []
+
+
+GSPO = {"advantage_estimator": "gspo"}
+CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": DIVISOR}
+PER_TOKEN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True}
+TIS = {"use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0}
+ICEPOP_OF = {
+    "miles": "miles.backends.training_utils.loss_hub.corrections.icepop_function",
+    "slime": "slime.backends.megatron_utils.loss.icepop_function",
+}
+ICEPOP = {host: TIS | {"tis_clip_low": 0.8, "custom_tis_function_path": path} for host, path in ICEPOP_OF.items()}
+OPSM = {"use_opsm": True, "opsm_delta": 0.02}
+# What the sampler kept. miles measures the reference over the whole vocabulary, so it has no KL term beside it.
+REPLAY = {
+    "miles": {"sampling_support": "replay", "rollout_top_p": 0.9, "rollout_top_k": 5},
+    "slime": {"sampling_support": "replay", "rollout_top_p": 0.9},
+}
+TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
+# The host's own loss, and who sums it.
+OWN_LOSS = {"loss_type": "policy_loss", "custom_loss_function_path": None}
+REDUCED_BY = {"host": OWN_LOSS, "reducer": OWN_LOSS | REDUCER, "custom_loss": {}}
+REWARD = {"custom_reward_post_process_path": REWARD_HOOK["custom_reward_post_process_path"]}
+# A generate function of the user's may give several samples for one rollout.
+AGENT = {"custom_generate_function_path": "user.agent"}
+SEGMENTS = [0, 0, 1, 2, 2, 3]
+
+
+# The batch of a rank
 
 
 def rows_of(layout: str, samples: list[Sample], cp_rank: int, cp_size: int, longest: int) -> list[list[tuple | None]]:
@@ -158,9 +195,13 @@ def rows_of(layout: str, samples: list[Sample], cp_rank: int, cp_size: int, long
     return documents if layout.endswith("bshd") else [[row for document in documents for row in document] + [None] * 3]
 
 
+def longest_row(samples: list[Sample]) -> int:
+    return -(-max(sample.total for sample in samples) // 4) * 4
+
+
 def host_batch(case: Case, samples: list[Sample], all_samples: list[Sample], cp_rank: int, cp_size: int) -> dict:
     """As the hosts' get_batch hands it over: an absent key is None, lists hold the rank's tokens in zigzag order."""
-    longest = -(-max(sample.total for sample in all_samples) // 4) * 4
+    longest = longest_row(all_samples)
     lists_layout = "bshd" if case.layout.endswith("bshd") else "thd"
     rows = [row for line in rows_of(lists_layout, samples, cp_rank, cp_size, longest) for row in line if row]
     counts = Counter()
@@ -171,9 +212,11 @@ def host_batch(case: Case, samples: list[Sample], all_samples: list[Sample], cp_
         "total_lengths": [sample.total for sample in samples],
         "response_lengths": [len(sample.mask) for sample in samples],
         "loss_masks": [torch.tensor(sample.mask, dtype=torch.int32) for sample in samples],
-        "rollout_mask_sums": [torch.tensor(float(counts[sample.rollout])) for sample in samples],
+        "rollout_mask_sums": torch.tensor([float(counts[sample.rollout]) for sample in samples]),
         "max_seq_lens": [longest] * len(samples) if lists_layout == "bshd" else None,
         "opd_reverse_kl": None,
+        "packed_seq_params": None,
+        "values": None,
     }
     if case.keeps:
         ids, offsets = KEYS[case.host]
@@ -188,38 +231,59 @@ def host_batch(case: Case, samples: list[Sample], all_samples: list[Sample], cp_
             sample.values[key][torch.tensor(kept, dtype=torch.int64)].float() for sample, kept in zip(samples, own, strict=True)
         ]
         batch[key] = None if key in case.without else lists
-    return batch
+    return batch | {"returns": batch["advantages"]}
 
 
-def host_logits(case: Case, samples: list[Sample], all_samples: list[Sample], leaves: list[Tensor], cp_rank: int, cp_size: int):
-    """[rows, S, V] from one leaf [total, V] a sample; NaN wherever a row predicts no unmasked token."""
-    longest = -(-max(sample.total for sample in all_samples) // 4) * 4
+def host_logits(
+    case: Case,
+    samples: list[Sample],
+    all_samples: list[Sample],
+    leaves: list[Tensor],  # [total, V] of each sample
+    cp_rank: int,
+    cp_size: int,
+    junk: Tensor | None = None,  # [V]
+) -> Tensor:  # [rows, S, V]
+    """`junk`, NaN if it is not given, wherever a row predicts no unmasked token."""
+    starts = [0, *accumulate(sample.total for sample in samples)]
 
-    def row(entry) -> Tensor:
-        if entry is not None:
-            sample, response_index = samples[entry[0]], entry[1] + 1 - samples[entry[0]].prompt
-            if response_index in sample.unmasked():
-                return leaves[entry[0]][entry[1]]
-        return leaves[0][0] * 0 + math.nan  # in the graph, as everything that a model puts out
+    def row(entry: tuple | None) -> int:
+        is_read = entry is not None and entry[1] + 1 - samples[entry[0]].prompt in samples[entry[0]].unmasked()
+        return starts[entry[0]] + entry[1] if is_read else starts[-1]
 
-    lines = rows_of(case.layout, samples, cp_rank, cp_size, longest)
-    return torch.stack([torch.stack([row(entry) for entry in line]) for line in lines])
+    rows = [[row(entry) for entry in line] for line in rows_of(case.layout, samples, cp_rank, cp_size, longest_row(all_samples))]
+    junk = leaves[0][0] * 0 + math.nan if junk is None else junk  # in the graph, as everything that a model puts out
+    return torch.cat([*leaves, junk[None]])[torch.tensor(rows)]
 
 
-_ANSWERS: dict[str, tuple] = {}
+def micro_batches(case: Case, size: int, dp_rank: int = 0, dp_size: int = 1) -> list[list[int]]:
+    """This data-parallel rank's sample numbers, `size` a micro-batch: prompts and rollouts are cut."""
+    own = list(range(len(case.shapes)))[dp_rank::dp_size]
+    return [own[start : start + size] for start in range(0, len(own), size)]
 
 
-def oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
-    """(the step's loss, its gradient by each sample's logits, the step's metrics under the hosts' names); computed once a case."""
+# The truth
+
+
+@dataclass(frozen=True)
+class Truth:
+    loss: float
+    gradient: Tensor  # [all tokens, V]
+    metrics: dict[str, float]  # under the hosts' names
+
+
+_ANSWERS: dict[str, Truth] = {}
+
+
+def oracle(case: Case) -> Truth:
+    """The whole step; computed once a case."""
     if repr(case) not in _ANSWERS:
-        _ANSWERS[repr(case)] = _oracle(case)
-    loss, gradients, metrics = _ANSWERS[repr(case)]
-    return loss, gradients, dict(metrics)
+        _ANSWERS[repr(case)] = truth_of(case, case.samples(), vars(case.args()))
+    return _ANSWERS[repr(case)]
 
 
-def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
-    samples, settings = case.samples(), vars(case.args())
-    leaves = [sample.logits.clone().requires_grad_() for sample in samples]
+def truth_of(case: Case, samples: list[Sample], settings: dict) -> Truth:
+    table = torch.cat([sample.logits for sample in samples]).requires_grad_()
+    leaves = table.split([sample.total for sample in samples])
     step = [dense_sample(case, sample) for sample in samples]
     of_policy, mean_of = dense_settings(settings)
     rows = [leaf[sample.prompt - 1 + torch.tensor(sample.unmasked()).long()] for sample, leaf in zip(samples, leaves, strict=True)]
@@ -240,14 +304,13 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         log_ratio = torch.cat([log_ratio[tokens].mean().expand(len(tokens)) for tokens in terms.of_samples if tokens])
     kl, trained = ESTIMATORS[of_policy.kl_estimator](new, terms.given("ref"), terms.log_ratio)
     entropy, kl = mean(scores.entropy), mean(kl.detach() + trained - trained.detach())
-    loss = terms.policy - settings.get("entropy_coef", 0.0) * entropy
-    loss = loss + settings["kl_loss_coef"] * kl if settings.get("use_kl_loss") else loss
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    gradients = [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, gradients, strict=True)]
+    loss = terms.policy - settings["entropy_coef"] * entropy
+    loss = loss + settings["kl_loss_coef"] * kl if settings["use_kl_loss"] else loss
+    (gradient,) = torch.autograd.grad(loss, table)
     ratios, (low, high) = log_ratio.exp(), terms.bounds
     of_samples = [sum(ratios[tokens]) ** 2 / ratios[tokens].square().sum() / len(tokens) for tokens in terms.of_samples if tokens]
     sizes = [len(tokens) / len(new) if mean_of == "token_mean" else 1 / case.num_rollouts for tokens in terms.of_samples if tokens]
-    compared = new if case.host == "slime" and settings.get("use_rollout_logprobs") else terms.old
+    compared = new if case.host == "slime" and settings["use_rollout_logprobs"] else terms.old
     metrics = {
         "loss": loss,
         "pg_loss": terms.policy,
@@ -267,7 +330,7 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
     if case.keeps:
         sizes = [len(sample.kept[place]) for sample in samples for place in sample.unmasked()]
         metrics["kept_ids"] = mean(torch.tensor(sizes).double())
-    return loss.detach(), gradients, {name: float(value.detach()) for name, value in metrics.items()}
+    return Truth(float(loss.detach()), gradient, {name: float(value.detach()) for name, value in metrics.items()})
 
 
 def dense_sample(case: Case, sample: Sample) -> DenseSample:
@@ -282,88 +345,40 @@ def dense_sample(case: Case, sample: Sample) -> DenseSample:
         rollout=given["rollout_log_probs"],
         ref=given["ref_log_probs"],
         importance=[1.0] * len(sample.mask),
-        prompt=sample.rollout,
+        prompt=sample.group,
         rollout_id=sample.rollout,
     )
 
 
 def dense_settings(settings: dict) -> tuple[DenseSettings, str]:
-    """What the hosts' flags mean, and the aggregation of all terms but the policy's. With the reward companion the rewards have
-    the weights, and the host takes its own mean."""
-    mean_of = "token_mean" if settings["calculate_per_token_loss"] else "sample_mean"
-    is_constant = settings["loss_aggregation"] == "constant" and "custom_reward_post_process_path" not in settings
-    correction, bounds = "none", (settings.get("tis_clip_low", 0.0), settings.get("tis_clip", math.inf))
-    if settings.get("use_tis"):
-        correction = "icepop" if "icepop" in settings.get("custom_tis_function_path", "") else "tis"
-    if "importance_correction" in settings:
+    """What the hosts' flags mean, and the aggregation of all terms but the policy's: the host's own."""
+    correction, bounds = "none", (settings["tis_clip_low"], settings["tis_clip"])
+    if settings["use_tis"]:
+        correction = "icepop" if "icepop" in str(settings["custom_tis_function_path"]) else "tis"
+    if settings["importance_correction"]:
         correction = settings["importance_correction"]
         bounds = settings["importance_correction_low"], settings["importance_correction_high"]
-    estimator = settings.get("kl_estimator") or settings["kl_loss_type"].replace("low_var_kl", "k3")
     found = DenseSettings(
         loss=settings["advantage_estimator"],
         low=settings["eps_clip"],
         high=settings["eps_clip_high"],
-        parameters={"clip_ratio_c": settings["eps_clip_c"]} if "eps_clip_c" in settings else {},
-        aggregation="constant" if is_constant else mean_of,
+        parameters={"clip_ratio_c": settings["eps_clip_c"]} if settings["eps_clip_c"] else {},
+        aggregation=settings["loss_aggregation"],
         divisor=DIVISOR,
         correction=correction,
-        level=settings.get("importance_correction_level", "token"),
+        level=settings["importance_correction_level"] or "token",
         bounds=bounds,
-        sequence_delta=settings["opsm_delta"] if settings.get("use_opsm") else None,
-        kl_estimator="unbiased" if settings.get("use_unbiased_kl") else estimator,
+        sequence_delta=settings["opsm_delta"] if settings["use_opsm"] else None,
+        kl_estimator="unbiased" if settings["use_unbiased_kl"] else settings["kl_loss_type"].replace("low_var_kl", "k3"),
     )
-    return found, mean_of
+    return found, "token_mean" if settings["calculate_per_token_loss"] else "sample_mean"
 
 
-def micro_batches(case: Case, size: int, dp_rank: int = 0, dp_size: int = 1) -> list[list[int]]:
-    """This data-parallel rank's sample numbers, `size` a micro-batch."""
-    own = list(range(len(case.shapes)))[dp_rank::dp_size]
-    return [own[start : start + size] for start in range(0, len(own), size)]
-
-
-GSPO = {"advantage_estimator": "gspo"}
-CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": DIVISOR}
-PER_TOKEN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True}
-TIS = {"use_tis": True, "tis_clip": TIS_CLIP, "tis_clip_low": 0}
-ICEPOP = {host: TIS | {"tis_clip_low": 0.8, "custom_tis_function_path": path} for host, path in FUNCTIONS.items()}
-OPSM = {"use_opsm": True, "opsm_delta": 0.02}
-# What the sampler kept. miles measures the reference over the whole vocabulary, so it has no KL term beside it.
-REPLAY = {
-    "miles": {"sampling_support": "replay", "rollout_top_p": 0.9, "rollout_top_k": 5},
-    "slime": {"sampling_support": "replay", "rollout_top_p": 0.9},
-}
-TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
-REWARD = {
-    "loss_aggregation": "prompt_mean",
-    "custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process",
-    "global_batch_size": 6,
-    "n_samples_per_prompt": 1,
-}
+# Our loss, called by hand
 
 
 def never(values):
     raise AssertionError("the host's reducer takes zigzag order")
-
-
-def run_part(case: Case, size: int, cp_rank: int = 0, cp_size: int = 1, dp_rank: int = 0, dp_size: int = 1, tp_rank=0, tp_size=1):
-    """(sum of this rank's losses, gradient by each sample's logits, summed metrics, the keys of each micro-batch)."""
-    args, samples = case.args(), case.samples()
-    leaves = [sample.logits.clone().requires_grad_() for sample in samples]
-    total, metrics, keys = 0.0, {}, []
-    for numbers in micro_batches(case, size, dp_rank, dp_size):
-        own = [samples[number] for number in numbers]
-        logits = host_logits(case, own, samples, [leaves[number] for number in numbers], cp_rank, cp_size)
-        shard = logits.shape[-1] // tp_size
-        logits = logits[..., tp_rank * shard : (tp_rank + 1) * shard]
-        loss, log = custom_loss(args, host_batch(case, own, samples, cp_rank, cp_size), logits, never)
-        assert loss.requires_grad and loss.dim() == 0
-        (loss + 0 * torch.where(logits.isnan(), 0, logits).sum()).backward()  # every rank meets the backward
-        total += float(loss.detach())
-        keys.append(list(log))
-        for name, value in log.items():
-            assert value.dim() == 0 and not value.requires_grad and value.dtype == torch.float32
-            metrics[name] = metrics.get(name, 0.0) + float(value)
-    return total, [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves], metrics, keys
 
 
 def one(case: Case, change=None, cp_rank: int = 0, cp_size: int = 1, **settings):
