@@ -254,8 +254,8 @@ FEW_SAMPLES = [
     pytest.param(Layout(data=2, packed=True), id="FB-29 DP2, packed: rank 1 has no sample"),
     pytest.param(Layout(data=2, num_microbatches=2), id="FB-29 DP2 M2: one micro-batch of four has a sample"),
     pytest.param(Layout(num_microbatches=2), id="one rank, an empty micro-batch"),
-    # Where each rank takes the shape of its own largest micro-batch, gloo ends the process: one sends more than the other takes.
     pytest.param(Layout(data=2, num_microbatches=2, context_sizes=(1, 2)), id="CP 1 and 2: a micro-batch of both ranks is empty"),
+    # Where each rank takes the length of its own longest row, gloo ends the process: one sends more than the other takes.
     pytest.param(Layout(data=2, num_microbatches=2, context_sizes=(1, 2), packed=True), id="CP 1 and 2, packed"),
 ]
 
