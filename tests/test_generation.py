@@ -124,7 +124,7 @@ CACHED = [
     pytest.param(1, {}, {}, id="one rank"),
     pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP"),
     pytest.param(2, {PP: 2}, {}, id="PP2"),
-    pytest.param(2, {"expert_model_parallel_size": 2}, EXPERTS, id="EP2: dp ranks of 3 and 2 samples share experts"),
+    pytest.param(2, {"expert_model_parallel_size": 2}, EXPERTS, id="EP2: dp ranks of two forwards and of one share experts"),
 ]
 
 
@@ -136,7 +136,9 @@ def logits_on_rank(rank, settings, is_cached):
         head.register_forward_hook(lambda _, inputs, out: found.append(out[0].detach().float().flatten(0, -2).clone()))
     mine = range(5)[dp.rank() :: dp.size()]
     with mock.patch.object(generation, "can_cache", return_value=is_cached):
-        responses = trainer.sample([prompts_of(5)[n] for n in mine], list(mine), settings_of(), lambda *_: torch.zeros(()))
+        responses = trainer.sample(
+            [prompts_of(5)[n] for n in mine], list(mine), settings_of(rows_per_forward=2), lambda *_: torch.zeros(())
+        )
     return found, responses
 
 
