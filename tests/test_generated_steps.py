@@ -1,6 +1,8 @@
 """Generated steps against the dense oracle: loss, gradient, metrics and log-probabilities, whatever the split and the door.
 
 Ranks are threads here (simulated_ranks.py). tests/test_layouts.py has real ranks and models of Megatron-Core.
+STEPS=FOLDER compares the bits of each step with those that an earlier run has left there, and leaves what is not there: for a
+change that must move none.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import bisect
 import contextlib
 import itertools
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -484,6 +488,21 @@ def test_a_step_is_that_of_the_dense_oracle(case):
     with small_kernels() if case.door.backend == "triton" else contextlib.nullcontext():
         answers = on_simulated_ranks(work, groups, others)
     check(case, step, answers, truth)
+    if "STEPS" in os.environ:
+        compare_bits(Path(os.environ["STEPS"], f"{case.loss} {case.number}.pt"), answers)
+
+
+def compare_bits(path: Path, answers: list[Answer]) -> None:
+    found = []
+    for answer in answers:
+        tensors = (answer.logits, answer.hidden, answer.weight, answer.log_probs)
+        for value in (*tensors, *answer.parts.values(), *answer.metrics.values()):
+            found.append(torch.as_tensor(0.0 if value is None else value, dtype=torch.float64).flatten())
+    values = torch.cat(found)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(values, path)
+    assert torch.equal(torch.load(path), values), f"not the bits of {path}"
 
 
 def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> None:
