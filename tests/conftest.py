@@ -150,7 +150,7 @@ SLOW_FILES = set(
     "test_benchmarks test_checkpoints test_compile test_doctor test_empty_microbatches "
     "test_fused_head test_kernel_code test_launch "
     "test_pytest_plugin test_ranks test_selftest test_setup "
-    "test_train_command test_train_loop test_watchdog "
+    "test_train_command test_train_loop "
     "test_whole_host".split()
 )
 

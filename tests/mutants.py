@@ -3,7 +3,7 @@
     python tests/mutants.py                                     # the whole list, on two processes
     python tests/mutants.py losses/ weights.py                  # the mutants of these paths
     python tests/mutants.py --propose 12 --seed 3 losses/       # twelve more for the list, drawn with this seed
-    python tests/mutants.py --killed-by tests/test_stopping.py  # those that this file has killed, judged by the others
+    python tests/mutants.py --killed-by tests/test_watchdog.py  # those that this file has killed, judged by the others
 
 tests/mutants.txt has a block for each mutant: the file, `- ` the line as it is, `+ ` the line as it becomes, `= ` why no test can
 see it, where none can, and `! ` the first test file that killed it: --record runs the blocks that lack it and writes it there. A
@@ -119,7 +119,7 @@ JUDGES = {
     "train/checkpoints.py": "checkpoints | checkpoints expert_layouts",
     "train/generation.py": "generation | generation",
     "train/hf_": "hf",
-    "train/stopping.py": "stopping | train_loop",
+    "train/stopping.py": "watchdog",
     "testing/": "layouts step_check | step_check",
     "testing/comparison.py": "layouts step_check | selftest",
     "testing/oracle.py": "golden_losses generated_steps",

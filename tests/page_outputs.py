@@ -21,9 +21,9 @@ from unittest import mock
 import markdown_pages
 import pytest
 import test_train_rl
-from doctor_cases import SICK_MACHINE
 from forked import forked
 from helpers import names_forgotten
+from test_doctor import SICK_MACHINE
 from test_examples import namespace_of, settings_of, whole_numbers
 from torch.distributed import run as torchrun
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-from doctor_cases import ABSENT, BROKEN, CPU_MACHINE, GPU_MACHINE, HERE, machine
 from forked import forget, forked
 
 from megatron_rl.__main__ import main
@@ -18,7 +18,58 @@ from megatron_rl.commands.doctor.machine import findings
 from megatron_rl.commands.doctor.report import NOTE, PROBLEM
 from megatron_rl.errors import ConfigError
 
-# The machine
+# Machines as facts, of which nothing is looked up here
+
+HERE = {"state": "here"}
+ABSENT = {"state": "absent"}
+BROKEN = {"state": "broken", "error": "OSError: y"}
+CPU_MACHINE = {
+    "python": {"version": "3.11.9"},
+    "machine": {"has_nvidia_device": False},
+    "torch": {
+        **HERE,
+        "version": "2.13.0+cpu",
+        "cuda_build": None,
+        "rocm_build": None,
+        "has_cuda": False,
+        "devices": [],
+        "has_nccl": False,
+        "has_gloo": True,
+        "nccl": None,
+    },
+    "psutil": {**HERE, "version": "7.2.2"},
+    "triton": {**HERE, "version": "3.9.0"},
+    "transformer_engine": ABSENT,
+    "flash_attn": ABSENT,
+    "apex": ABSENT,
+    "megatron": {**HERE, "version": "0.16.1", "ratio": 1.0},
+}
+CUDA_TORCH = {
+    "cuda_build": "13.0",
+    "has_cuda": True,
+    "devices": ["NVIDIA H200"] * 2,
+    "has_nccl": True,
+    "nccl": "2.29.7",
+}
+
+
+def machine(base: dict = CPU_MACHINE, **changes: dict) -> dict:
+    """A machine that differs in some packages: a dict without a state changes facts, one with a state replaces them."""
+    facts = deepcopy(base)
+    for name, change in changes.items():
+        facts[name] = change if "state" in change else {**facts[name], **change}
+    return facts
+
+
+GPU_MACHINE = machine(torch=CUDA_TORCH, machine={"has_nvidia_device": True})
+# The one of docs/tools.md.
+SICK_MACHINE = machine(
+    GPU_MACHINE,
+    flash_attn={"state": "broken", "error": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"},
+    psutil=ABSENT,
+    transformer_engine={**HERE, "version": "2.9.0"},
+    triton={**HERE, "version": "3.7.0"},
+)
 
 
 @pytest.mark.parametrize(
@@ -30,28 +81,23 @@ def test_a_sound_machine_has_no_problem_whatever_it_lacks(facts):
 
 
 NO_DRIVER = {"has_cuda": False, "cuda_error": "The NVIDIA driver on your system is too old"}
-# What differs, the row's subject, and its text.
+CONTRACT = {**HERE, "version": "0.16.1", "contract": "a 3-tuple means"}  # Megatron's own words
 SICK = [
-    pytest.param(CPU_MACHINE, {"psutil": ABSENT}, "psutil", "Megatron's checkpoints hang without it", id="no psutil"),
-    pytest.param(CPU_MACHINE, {"megatron": BROKEN}, "megatron", "broken import: OSError: y", id="broken Megatron-Core"),
-    pytest.param(CPU_MACHINE, {"megatron": {"ratio": 0.5}}, "schedule", "gradient x 0.5 of the step's", id="another schedule"),
-    pytest.param(
-        CPU_MACHINE,
-        {"megatron": {**HERE, "version": "0.16.1", "contract": "a 3-tuple means"}},
-        "schedule",
-        "a 3-tuple means",
-        id="Megatron's own words",
-    ),
-    pytest.param(CPU_MACHINE, {"torch": BROKEN}, "torch", "broken import: OSError: y", id="broken torch"),
-    pytest.param(CPU_MACHINE, {"python": {"version": "3.10.12"}}, "python", "3.11 or later", id="old Python"),
-    pytest.param(CPU_MACHINE, {"machine": {"has_nvidia_device": True}}, "cuda", "install a CUDA build", id="a torch without CUDA"),
-    pytest.param(GPU_MACHINE, {"triton": ABSENT}, "triton", "auto refuses CUDA without it", id="no Triton"),
-    pytest.param(GPU_MACHINE, {"torch": {"has_nccl": False}}, "nccl", "cannot talk", id="no NCCL"),
-    pytest.param(GPU_MACHINE, {"torch": NO_DRIVER}, "cuda", "cannot use it: The NVIDIA driver on", id="no driver"),
+    # what differs, the row's subject, and its text
+    (CPU_MACHINE, {"psutil": ABSENT}, "psutil", "Megatron's checkpoints hang without it"),
+    (CPU_MACHINE, {"megatron": BROKEN}, "megatron", "broken import: OSError: y"),
+    (CPU_MACHINE, {"megatron": {"ratio": 0.5}}, "schedule", "gradient x 0.5 of the step's"),
+    (CPU_MACHINE, {"megatron": CONTRACT}, "schedule", "a 3-tuple means"),
+    (CPU_MACHINE, {"torch": BROKEN}, "torch", "broken import: OSError: y"),
+    (CPU_MACHINE, {"python": {"version": "3.10.12"}}, "python", "3.11 or later"),
+    (CPU_MACHINE, {"machine": {"has_nvidia_device": True}}, "cuda", "install a CUDA build"),
+    (GPU_MACHINE, {"triton": ABSENT}, "triton", "auto refuses CUDA without it"),
+    (GPU_MACHINE, {"torch": {"has_nccl": False}}, "nccl", "cannot talk"),
+    (GPU_MACHINE, {"torch": NO_DRIVER}, "cuda", "cannot use it: The NVIDIA driver on"),
 ]
 
 
-@pytest.mark.parametrize(("base", "changes", "subject", "text"), SICK)
+@pytest.mark.parametrize(("base", "changes", "subject", "text"), SICK, ids=[row[-1] for row in SICK])
 def test_a_sick_machine_is_told_what_is_broken(base, changes, subject, text):
     """FB-16: catches a package that breaks training later and is not named."""
     (row,) = [row for row in findings(machine(base, **changes)) if row.status == PROBLEM]

@@ -1,30 +1,26 @@
-"""The flags of `megatron-rl train`: defaults, presets, and each rule with what it rejects and what it allows."""
+"""`megatron-rl COMMAND`, and the flags of train: defaults, presets, and each rule with what it rejects and what it allows."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import re
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import run_in_children
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
-from megatron_rl.commands.train import add_arguments
+from megatron_rl.commands import main as command_line
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.declare import clip_of
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.train.option_rules import TrainLaunch, check_effects, train_options, with_group_size
-from megatron_rl.train.options import (
-    GROUPS,
-    PRESETS,
-    TrainOptions,
-    add_train_args,
-    experts_of,
-    model_vocab_size,
-    set_preset_defaults,
-)
+from megatron_rl.train.options import PRESETS, TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
 from megatron_rl.validation import flag_of
 
 # A file of one rollout.
@@ -66,7 +62,7 @@ def test_without_flags_every_option_has_its_default_and_each_is_a_flag():
     assert with_group_size(vars(parse("")))["samples_per_prompt"] == 8
     text = make_parser().format_help()
     for field in dataclasses.fields(TrainOptions):
-        assert f"--{field.name.replace('_', '-')}" in text and field.metadata["help"].endswith(".")
+        assert f"--{field.name.replace('_', '-')}" in text
 
 
 def test_every_flag_arrives_with_its_type():
@@ -81,21 +77,6 @@ def test_every_flag_arrives_with_its_type():
     words = [f"--{name} {value}" for name, value in numbers.items()] + [f"--{'' if on else 'no-'}{n}" for n, on in switches.items()]
     line = " ".join(words).replace("_", "-")
     assert options_of(line) == TrainOptions(**numbers, **switches)
-
-
-def test_each_flag_is_in_one_group_and_each_group_says_what_it_is_for():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser, [])
-    of_usage, of_help, *groups = parser._action_groups
-    assert [group.title for group in groups] == ["loss", *GROUPS]
-    assert not of_usage._group_actions and flags_in(of_help) == ["-h", "--help"]
-    assert all(re.fullmatch(r"[A-Z][^\n]+\.", group.description) for group in groups)
-    found = [flag for group in parser._action_groups for flag in flags_in(group)]
-    assert sorted(found) == sorted(parser._option_string_actions)
-
-
-def flags_in(group) -> list[str]:
-    return [flag for action in group._group_actions for flag in action.option_strings]
 
 
 def value_for(option: dataclasses.Field) -> str:
@@ -132,7 +113,6 @@ def test_a_flag_that_would_do_nothing_is_refused(option):
 def test_defaults_that_depend_on_other_flags(tmp_path):
     """Catches a default refused as if it had been given, and 140 rollouts that cut a longer file short."""
     assert [options_of(line).steps_per_rollout for line in ("", "--preset demo", "--docs-per-step 64")] == [2, 2, 1]
-    assert "Default: 2." in " ".join(make_parser().format_help().split())
     (tmp_path / "r.jsonl").write_text(ROLLOUT)
     assert options_of("--rollouts r.jsonl").num_rollouts is None
     assert options_of("--rollouts r.jsonl --num-rollouts 10").num_rollouts == 10
@@ -176,28 +156,23 @@ def test_a_preset_sets_existing_flags_alone():
 
 REJECTED = [
     # line, what the message says
-    pytest.param("--num-rollouts 0", "--num-rollouts 0 must be at least 1", id="count of zero"),
-    pytest.param("--lr 0", r"--lr 0\.0 must be above 0", id="no learning rate"),
-    pytest.param("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be at least 0", id="warm-up"),
-    pytest.param("--lr-decay-style linear --docs-per-step 16", "linear has no effect with --docs-per-step", id="no end"),
-    pytest.param("--lr-decay-style linear --rollouts here.jsonl", "linear needs --num-rollouts", id="end of a file"),
-    pytest.param("--clip-grad -1", r"--clip-grad -1\.0 must be at least 0; 0 does not clip", id="negative clip"),
-    pytest.param("--seed -1", "--seed -1 must be at least 0", id="negative seed"),
-    pytest.param("--target-reward inf", "--target-reward inf must be finite", id="target never reached"),
-    pytest.param("--save-rollouts here.jsonl", r"--save-rollouts here\.jsonl exists", id="rollouts of another run"),
-    pytest.param("--output-dir old", "--output-dir old holds a run; --resume goes on", id="output taken"),
-    pytest.param(
-        "--output-dir started", "started holds a run; --resume goes on, --overwrite starts", id="taken, no checkpoint yet"
-    ),
-    pytest.param(
-        "--importance-correction tis", "tis has .* with the engine .* every ratio is 1; .*--rollouts", id="FB-120 one engine"
-    ),
-    pytest.param(
-        "--off-policy-sequence-delta 0.1 --steps-per-rollout 1", "no effect with one optimiser step", id="FB-120 the policy itself"
-    ),
-    pytest.param("--top-p 0", r"--top-p 0\.0 must be above 0 and at most 1; 1 turns it off", id="nothing kept"),
-    pytest.param("--top-p 0.9 --sampling-support refuse", "with --sampling-support refuse: .* is off by", id="sets refused"),
-    pytest.param("--sampling-support replay", "--sampling-support replay has no effect: .* add --top-p", id="no sets"),
+    ("--num-rollouts 0", "--num-rollouts 0 must be at least 1"),
+    ("--lr 0", r"--lr 0\.0 must be above 0"),
+    ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be at least 0"),
+    ("--lr-decay-style linear --docs-per-step 16", "linear has no effect with --docs-per-step"),
+    ("--lr-decay-style linear --rollouts here.jsonl", "linear needs --num-rollouts"),
+    ("--clip-grad -1", r"--clip-grad -1\.0 must be at least 0; 0 does not clip"),
+    ("--seed -1", "--seed -1 must be at least 0"),
+    ("--target-reward inf", "--target-reward inf must be finite"),
+    ("--save-rollouts here.jsonl", r"--save-rollouts here\.jsonl exists"),
+    ("--output-dir old", "--output-dir old holds a run; --resume goes on"),
+    ("--output-dir started", "started holds a run; --resume goes on, --overwrite starts"),
+    # FB-120: one engine, and the policy itself
+    ("--importance-correction tis", "tis has .* with the engine .* every ratio is 1; .*--rollouts"),
+    ("--off-policy-sequence-delta 0.1 --steps-per-rollout 1", "no effect with one optimiser step"),
+    ("--top-p 0", r"--top-p 0\.0 must be above 0 and at most 1; 1 turns it off"),
+    ("--top-p 0.9 --sampling-support refuse", "with --sampling-support refuse: .* is off by"),
+    ("--sampling-support replay", "--sampling-support replay has no effect: .* add --top-p"),
 ]
 
 
@@ -223,29 +198,21 @@ def test_a_bad_option_is_refused_with_its_flag(earlier_files, line, message):
 
 
 ALLOWED = [
-    pytest.param("--clip-grad 0 --seed 0", id="zeros that mean something"),
-    pytest.param("--top-p 1 --sampling-support refuse", id="a filter that is off"),
-    pytest.param("--top-p 0.9 --sampling-support replay", id="a filter that is on"),
-    pytest.param("--sampling-support replay --rollouts here.jsonl", id="sets of a file"),
-    pytest.param("--off-policy-sequence-delta 0.1", id="two steps unless told"),
-    pytest.param("--importance-correction tis --off-policy-sequence-delta 0.1 --rollouts here.jsonl", id="another engine"),
-    pytest.param("--docs-per-step many", id="no number, which the rules of the loss tell"),
-    pytest.param("--save-rollouts here.jsonl --resume --output-dir old", id="rollouts go on"),
-    pytest.param("--output-dir failed", id="a run that failed before its first step"),
+    "--clip-grad 0 --seed 0",
+    "--top-p 1 --sampling-support refuse",
+    "--top-p 0.9 --sampling-support replay",
+    "--sampling-support replay --rollouts here.jsonl",
+    "--off-policy-sequence-delta 0.1",
+    "--importance-correction tis --off-policy-sequence-delta 0.1 --rollouts here.jsonl",
+    "--docs-per-step many",  # the rules of the loss tell that it is no number
+    "--save-rollouts here.jsonl --resume --output-dir old",
+    "--output-dir failed",
 ]
 
 
 @pytest.mark.parametrize("line", ALLOWED)
 def test_a_good_option_is_allowed(earlier_files, line):
     options_of(line)
-
-
-def test_all_problems_come_in_one_error():
-    """Catches a user who mends one flag, waits for a queue, and meets the next."""
-    with pytest.raises(ConfigError) as caught:
-        options_of("--lr 0 --num-layers 0 --reward a --sequence-parallel --top-p 0.9 --sampling-support refuse")
-    flags = [problem.split()[0] for problem in caught.value.problems]
-    assert flags == ["--lr", "--num-layers", "--reward", "--sequence-parallel", "--top-p"]
 
 
 def test_the_vocabulary_is_the_tasks_unless_a_larger_one_is_asked_for():
@@ -268,3 +235,102 @@ def test_a_folder_of_experts_has_the_losses_of_routers_that_are_typed():
     balance, kind = {"moe_aux_loss_coeff": 0.1}, {"moe_router_load_balancing_type": "aux_loss"}
     for typed, more in (({}, {}), (balance, kind)):
         assert experts_of(TrainOptions(hf_checkpoint="folder", num_experts=4, **typed)) == typed | more
+
+
+# The command itself
+
+
+def run_without_a_reader(arguments: list[str], error_file: Path) -> None:
+    """Standard output is a pipe whose other end is closed, as after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(os.open(error_file, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.argv = ["megatron-rl", *arguments]
+    sys.exit(command_line.main())
+
+
+UNREAD = [
+    ["explain", "--response-lengths", "1,2,3", "--json"],  # one line, written when the command ends
+    ["explain", "--response-lengths", ",".join(["2"] * 3000), "--rows", "3000"],  # more than a buffer
+    ["launch-config", "--help"],  # after which argparse exits
+]
+
+
+@pytest.mark.parametrize("arguments", UNREAD, ids=["a line", "many lines", "help"])
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path, arguments):
+    """`megatron-rl explain ... | head`: SIGPIPE, which a shell shows as 141."""
+    process = multiprocessing.get_context("fork").Process(target=run_without_a_reader, args=(arguments, tmp_path / "stderr"))
+    process.start()
+    process.join()
+    assert (process.exitcode, (tmp_path / "stderr").read_text()) == (-signal.SIGPIPE, "")
+
+
+def test_a_closed_pipe_of_a_command_s_own_work_is_an_error(monkeypatch):
+    """A reward that lost its server must not end a run without a word."""
+
+    def lost(arguments):
+        raise BrokenPipeError("a socket of the user's own")
+
+    monkeypatch.setattr(command_line, "run_command", lost)
+    monkeypatch.setattr(sys, "argv", ["megatron-rl", "train"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(BrokenPipeError, match="a socket of the user's own"):
+        command_line.main()
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("kind", "code", "end"), [(ConfigError, 2, "\\n"), (DataError, 1, "\n"), (RunError, 1, "\n")])
+def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code, end):
+    """What a file holds is part of messages: escapes are shown, lines stay lines, and a problem of a ConfigError is one."""
+
+    class Failing:
+        @staticmethod
+        def add_arguments(parser, arguments):
+            pass
+
+        @staticmethod
+        def run(args):
+            raise kind("first\x1b[2J\r\u2028\nsecond")
+
+    monkeypatch.setattr(command_line, "command_module", lambda name: Failing)
+    assert command_line.main(["train"]) == code
+    assert capsys.readouterr().err == f"megatron-rl train: {kind.__name__}: first\\x1b[2J\\r\\u2028{end}second\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --loss_agregation=constant", "did you mean --loss-aggregation?"),
+        ("doctor --xyz 1", "--xyz is no flag of megatron-rl doctor: megatron-rl doctor --help lists"),
+        ("selftest cp2 -3", "megatron-rl selftest takes no argument 'cp2 -3'"),
+        ("train --xyz --zyx", "2 problems:"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_what_it_may_mean(capsys, line, said):
+    assert command_line.main(line.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_has_a_flag_in_each_line_and_the_last_value_counts(tmp_path, monkeypatch):
+    """`train @run.args`, before what reads the words themselves: the loss of a user's own, the preset."""
+    seen = []
+
+    class Command:
+        @staticmethod
+        def add_arguments(parser, arguments):
+            seen.append(arguments)
+            parser.add_argument("--lr", type=float)
+            parser.add_argument("--packed", action="store_true")
+
+        @staticmethod
+        def run(args):
+            seen.append((args.lr, args.packed))
+            return 0
+
+    monkeypatch.setattr(command_line, "command_module", lambda name: Command)
+    path = tmp_path / "run.args"
+    path.write_text("--lr=0.001\n--packed\n")
+    assert command_line.main(["train", f"@{path}", "--lr", "1"]) == 0
+    assert seen == [["--lr=0.001", "--packed", "--lr", "1"], (1.0, True)]
