@@ -621,6 +621,10 @@ def entries() -> Iterator[tuple[str, str, str]]:
         for settings in launches:
             for text in judge(rule, settings):
                 yield f"rule {rule}", as_settings(settings).replace("`", ""), text
+    for rule, launches in refused_hosts.REFUSED_LAUNCHES.items():
+        for settings in launches:
+            for text in refused_hosts.judge_launch(rule, settings):
+                yield f"rule {rule} of miles and slime", as_settings(settings).replace("`", ""), text
     for settings in WARNED:
         for text in warnings_at(settings):
             yield "warning", as_settings(settings).replace("`", ""), text
