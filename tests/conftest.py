@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 # Ranks are forked from this process, and OpenMP threads do not survive a fork. Compiling costs seconds and changes no number.
@@ -20,7 +19,6 @@ os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
 import pytest
 import torch
 from quick_interpreter import quicken
-from weight import read_figures, slow_files
 
 # Kernels are compiled where there is a GPU and interpreted elsewhere. Triton decides that at a kernel's definition, for the whole
 # process. The driver's library says whether there is a GPU, so that ranks can still be forked afterwards.
@@ -174,16 +172,6 @@ def pytest_collection_finish():
     """Modules and tests live until the end: gc.collect(), in a benchmark or in Megatron, need not search them each time."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Warns of each file of tests that took more than twice its figure in seconds.toml; without that file of none."""
-    seconds = Counter()
-    for report in (report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "duration")):
-        seconds[report.nodeid.partition("::")[0]] += report.duration
-    if figures := read_figures(ROOT / "tests/seconds.toml"):
-        for line in slow_files(seconds, figures):
-            terminalreporter.write_line(f"warning: {line}", yellow=True)
 
 
 def pytest_unconfigure():

@@ -2,7 +2,6 @@
 
     python tests/weight.py                        prints a table; exits with 1 where a folder is above its figure
     python tests/weight.py --write                lowers the figures of folders that are below them; raises none
-    python tests/weight.py --seconds junit.xml    writes tests/seconds.toml from a whole run with `pytest --junitxml junit.xml`
 
 Weight is code tokens: names, numbers, strings and operators. Comments, docstrings and layout are free, so a joined line or a
 shorter name gains nothing. The weight of a text is its words.
@@ -19,15 +18,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE, TEXTS = ("megatron_rl", "tests", "benchmarks", ".ci", "examples"), ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 APART = "megatron_rl/hosts/heads"
 FREE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# A file of tests without a figure takes less than a second. A file is slow beyond twice its figure, and beyond five seconds.
-LEAST_SECONDS, ALWAYS_FAST = 1.0, 5.0
 
 
 def num_tokens(source: str) -> int:
@@ -65,13 +61,14 @@ def weigh(root: Path) -> Counter[str]:
     return weights
 
 
-def read_figures(path: Path) -> dict[str, float]:
+def read_figures(path: Path) -> dict[str, int]:
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def write_figures(path: Path, heading: str, figures: Mapping[str, float]) -> None:
+def write_figures(path: Path, figures: Mapping[str, int]) -> None:
+    heading = "# Code tokens of a folder, words of a text: see tests/weight.py. A commit that takes away runs --write.\n"
     lines = (f'"{name}" = {figures[name]}\n' for name in sorted(figures))
-    path.write_text(f"# {heading}\n{''.join(lines)}", encoding="utf-8")
+    path.write_text(heading + "".join(lines), encoding="utf-8")
 
 
 def problems_of(weights: Mapping[str, int], figures: Mapping[str, float]) -> list[str]:
@@ -85,41 +82,15 @@ def problems_of(weights: Mapping[str, int], figures: Mapping[str, float]) -> lis
     ]
 
 
-def seconds_of(junit: Path) -> dict[str, float]:
-    """Of each file of tests that takes a second or more, from the `classname` of its tests: tests.test_losses."""
-    seconds: Counter[str] = Counter()
-    for case in ElementTree.parse(junit).iter("testcase"):
-        for name in [part for part in case.get("classname", "").split(".") if part.startswith("test_")][:1]:
-            seconds[f"tests/{name}.py"] += float(case.get("time", 0))
-    return {name: round(value, 1) for name, value in seconds.items() if value >= LEAST_SECONDS}
-
-
-def slow_files(seconds: Mapping[str, float], figures: Mapping[str, float]) -> list[str]:
-    """A line for each file that takes more than twice its figure."""
-    return [
-        f"{name} took {taken:.1f} s, more than twice its figure {figures.get(name, LEAST_SECONDS)} s in tests/seconds.toml"
-        for name, taken in sorted(seconds.items())
-        if taken > max(2 * figures.get(name, LEAST_SECONDS), ALWAYS_FAST)
-    ]
-
-
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--seconds", type=Path, metavar="JUNIT.XML")
     options = parser.parse_args(arguments)
-    if options.seconds:
-        write_figures(
-            root / "tests/seconds.toml", "Written by tests/weight.py --seconds: seconds of a file.", seconds_of(options.seconds)
-        )
-        return 0
     weights, path = weigh(root), root / "tests/weight.toml"
     figures = read_figures(path)
     if options.write:  # the first file has what is there
         figures = {name: min(figures.get(name, weights[name]), weights[name]) for name in figures or weights if name in weights}
-        write_figures(
-            path, "Code tokens of a folder, words of a text: see tests/weight.py. A commit that takes away runs --write.", figures
-        )
+        write_figures(path, figures)
     for name, weight in sorted(weights.items()):
         print(f"{name:30}{weight:9}{figures.get(name, 'none'):>9}")
     problems = problems_of(weights, figures)
