@@ -369,6 +369,7 @@ FORMULAS = {SAMPLE_SUM: "1/N", OF_GROUPS: "m_i/(N M_g)", SQUARE_ROOT: "1/(N m_i^
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_its_weights_by_hand(name):
+    """FB-04: what is registered is as good as a built-in one, found by its name, and an empty sample has weight 0."""
     counts, prompts = torch.tensor([2, 4, 1, 0]), torch.tensor([6, 6, 1, 1])
     weights = sample_token_weights(name, counts, StepTotals(4, 2, 7), prompt_token_counts=prompts)
     assert weights.tolist() == pytest.approx(WEIGHTS[name], **CLOSE)
