@@ -1,11 +1,10 @@
-"""What the tables of test_losses.py run over, both backends and the fused head: one form of batch in, one of result out."""
+"""Both backends and the fused head, for tests that run a loss on each: one form of batch in, one of result out."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
-# What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
 LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}
 # Per-token options of a loss; the rest is [N] and follows the logits by itself.
 PER_TOKEN = ("importance_weights", "ref_log_probs")
@@ -106,30 +104,3 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")]
 ON_TRITON = pytest.param(TRITON, marks=KERNEL)
 over_backends = pytest.mark.parametrize("backend", [TORCH, FUSED, ON_TRITON], ids=str)
-
-
-def rotated(values: list, names: Iterable[str] = LOSSES) -> list[tuple[str, object]]:
-    """(loss, value): each value with a loss of each level, which is one path of the code, and each loss with a value, in turn."""
-    levels: dict[str, list[str]] = {}
-    for name in names:
-        levels.setdefault(get_policy_loss(name).level, []).append(name)
-    turns = range(max(len(values), *map(len, levels.values())))
-    return list(dict.fromkeys((of[turn % len(of)], values[turn % len(values)]) for turn in turns for of in levels.values()))
-
-
-def rows_of_losses(values: list, of_torch: list | None = None) -> list:
-    """(loss, backend, value): `rotated` by logits and through the fused head; each value meets one loss in the kernels, which are
-    interpreted slowly."""
-    names = list(LOSSES)
-    rows = [(name, TORCH, value) for name, value in rotated(of_torch or values)]
-    rows += [(name, FUSED, value) for name, value in rotated(values, OF_EACH_LEVEL)]
-    rows += [(names[number % len(names)], TRITON, value) for number, value in enumerate(values)]
-    return [pytest.param(*row, id=f"{row[1]}-{row[0]}-{row[2]}", marks=KERNEL if row[1] is TRITON else ()) for row in rows]
-
-
-def over_losses(*of_triton: str, names: Iterable[str] = LOSSES):
-    """Parametrizes (kind, backend): each loss by logits and fused; in Triton those whose kernels the test needs."""
-    rows = [(name, TORCH) for name in names] + [(name, FUSED) for name in OF_EACH_LEVEL if name in names]
-    rows += [(name, TRITON) for name in of_triton]
-    marked = [pytest.param(*row, id=f"{row[1]}-{row[0]}", marks=KERNEL if row[1] is TRITON else ()) for row in rows]
-    return pytest.mark.parametrize(("kind", "backend"), marked)

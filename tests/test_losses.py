@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import CLIP, EXACT, KERNEL_DEVICE, Batch, float32, placed, random_batch, run_loss
-from loss_backends import KERNEL, LOSSES, OF_EACH_LEVEL, TRITON, over_backends, over_losses, rows_of_losses
+from loss_backends import KERNEL, LOSSES, OF_EACH_LEVEL, TRITON, over_backends
 from refused import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 from sass_gate import TorchOperations
 from torch import Tensor
@@ -113,7 +113,8 @@ def test_inplace_and_given_token_counts_change_no_bit(kind):
     assert torch.equal(logits.detach(), gradient), "the gradient took the logits' place"
 
 
-@over_losses("grpo")
+@pytest.mark.parametrize("kind", OF_EACH_LEVEL)
+@over_backends
 def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind, backend):
     """The schedule divides the returned loss in place; the detached parts and the gradient keep their values."""
     want, gradient = backend.run(LOSSES[kind], SMALL, metrics="basic", **CLIP)
@@ -129,7 +130,9 @@ def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind,
 TENSORS = ["logits", "old_log_probs", "advantages", "importance_weights", "ref_log_probs", "labels"]
 
 
-@pytest.mark.parametrize(("kind", "backend", "tensor"), rows_of_losses(TENSORS))
+@pytest.mark.parametrize("kind", OF_EACH_LEVEL)
+@pytest.mark.parametrize("tensor", TENSORS)
+@over_backends
 def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, backend, tensor):
     """FB-41, FB-135: NaN would train as if on-policy; the message names document and tensor. On CUDA it is counted."""
     named = "log_probs" if tensor in ("logits", "labels") else tensor
