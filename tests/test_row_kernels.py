@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import pytest
 import torch
 from helpers import KERNEL_DEVICE
 from launches import counted_launches
-from linear_cases import HeadBatch, budget, every_term, head_batch, on_device, run, worst_error
+from linear_cases import budget, head_batch, on_device, run, worst_error
 from test_head import KINDS, fused, options_of
 from test_log_probs import TOLERANCE
 
@@ -35,7 +34,6 @@ from megatron_rl.ops.backends import (
     vocab_shard,
 )
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.ops.log_probs_torch import merge_shards
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton
@@ -44,7 +42,6 @@ from megatron_rl.ops.log_probs_triton import (
     LIST_BLOCK,
     list_rows,
     logits_gradient_triton,
-    merge_shards_triton,
     row_results_triton,
 )
 from megatron_rl.ops.rows_triton import unit_gradient
@@ -241,26 +238,6 @@ def test_rows_without_a_gradient_are_never_read():
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
-@pytest.mark.parametrize("width", [3, 4])
-@pytest.mark.parametrize("num_parts", [1, 5])
-def test_the_merge_is_the_twins(num_parts, width, has_mask):
-    """One more row than two programs merge; a part without a real column; parts that are far apart."""
-    generator = torch.Generator().manual_seed(1)
-    parts = torch.randn(num_parts, 257, width, generator=generator)
-    parts[..., 0] *= 40
-    parts[..., 1] = parts[..., 1].abs() + 0.1
-    parts[num_parts - 1, :100] = torch.tensor([-1e30, 0.0, -math.inf, 0.0][:width]) if num_parts > 1 else parts[0, :100]
-    mask = torch.arange(257) % 3 > 0 if has_mask else None
-    shard = VocabShard(0, 1, 1 / 0.9, 1)
-    want = merge_shards(parts, mask, shard)
-    got = merge_shards_triton(parts.to(KERNEL_DEVICE), None if mask is None else mask.to(KERNEL_DEVICE), shard)
-    active = torch.ones(257, dtype=torch.bool) if mask is None else mask
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours.cpu()[active], theirs[active], rtol=2e-6, atol=1e-5)  # log-probabilities up to 200
-    assert all((ours.cpu()[~active] == 0).all() for ours in got[2:])
-
-
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
     """Head, whole tiles, tail and last columns each have code of their own, and a maximum that drops NaN."""
@@ -420,7 +397,6 @@ def test_few_rows_are_split_over_the_device(monkeypatch, num_rows, num_columns, 
     assert (got[0] - 1) * got[1] < max(num_columns, 1) <= got[0] * got[1]
 
 
-pytestmark = pytest.mark.kernel
 # Lanes and tiles of the statistics as in SMALL, blocks as in SMALL_GRADIENT: the kernel then has the numbers of the two kernels.
 SAME_LANES = OneReadConfiguration(
     SMALL["configuration"].lanes, SMALL["configuration"].tiles, SMALL_GRADIENT["configuration"].block, num_warps=1
@@ -443,45 +419,33 @@ def lanes(request, monkeypatch):
     return request.param
 
 
-def rows_with_padding(dtype: torch.dtype, stride: int, offset: int):
-    """(memory, logits [ROWS, WIDTH] in it with NaN behind the vocabulary, labels)."""
-    logits, labels = random_rows(ROWS, WIDTH, dtype, seed=3)
-    logits[:, REAL:] = math.nan
-    memory, view = in_guarded_memory(logits, stride, offset)
-    return memory, view, (labels % REAL).to(KERNEL_DEVICE)
-
-
 @pytest.mark.parametrize(
-    ("stride", "offset", "dtype", "with_entropy"),
+    ("stride", "offset", "dtype", "into", "with_entropy"),
     [
-        (WIDTH, 0, torch.float32, True),
-        (WIDTH, 0, torch.bfloat16, False),
-        (96, 0, torch.bfloat16, True),
-        (96, 5, torch.float32, False),
-        (96, 5, torch.bfloat16, True),
+        (WIDTH, 0, torch.float32, None, True),
+        (WIDTH, 0, torch.bfloat16, None, False),
+        (96, 0, torch.bfloat16, None, True),
+        (96, 5, torch.float32, None, False),
+        (96, 5, torch.bfloat16, None, True),
+        (96, 0, torch.float32, torch.bfloat16, False),
     ],
 )
-def test_in_place_it_is_the_gradient_of_a_log_probability(lanes, dtype, stride, offset, with_entropy):
-    memory, rows, labels = rows_with_padding(dtype, stride, offset)
-    before, logits = memory.clone(), rows.clone()
-    result = unit_gradient(rows, labels, vocab_shard(WIDTH, 0.7, REAL, SINGLE), with_entropy=with_entropy, out=rows)
+def test_a_unit_gradient_is_that_of_a_log_probability_in_place_and_beside(lanes, stride, offset, dtype, into, with_entropy):
+    """NaN stands behind the vocabulary and between the rows."""
+    values, labels = random_rows(ROWS, WIDTH, dtype, seed=3)
+    values[:, REAL:] = math.nan
+    memory, rows = in_guarded_memory(values, stride, offset)
+    labels, before, logits = (labels % REAL).to(KERNEL_DEVICE), memory.clone(), rows.clone()
+    out = rows if into is None else torch.full((ROWS, 96), math.nan, dtype=into, device=KERNEL_DEVICE)[:, :WIDTH]
+    result = unit_gradient(rows, labels, vocab_shard(WIDTH, 0.7, REAL, SINGLE), with_entropy=with_entropy, out=out)
     log_probs, entropy, gradient = truth(logits[:, :REAL], labels, torch.ones(ROWS), torch.zeros(ROWS), 0.7)
     assert torch.allclose(result.log_probs.cpu().double(), log_probs, rtol=0, atol=5e-6)
     assert torch.allclose(result.entropy.cpu().double(), entropy if with_entropy else 0 * entropy, rtol=0, atol=5e-6)
-    assert torch.allclose(rows[:, :REAL].cpu().double(), gradient, rtol=0, atol=TOLERANCES[dtype])
-    assert not rows[:, REAL:].any()
-    rows.copy_(logits)
+    assert torch.allclose(out[:, :REAL].cpu().double(), gradient, rtol=0, atol=TOLERANCES[out.dtype])
+    assert not out[:, REAL:].any()
+    if into is None:
+        rows.copy_(logits)
     assert torch.equal(memory.nan_to_num(7.0), before.nan_to_num(7.0)), "it wrote beside its rows"
-
-
-def test_float32_logits_give_a_16_bit_gradient_beside_them(lanes):
-    _, logits, labels = rows_with_padding(torch.float32, 96, 0)
-    out = torch.full((ROWS, 96), math.nan, dtype=torch.bfloat16, device=KERNEL_DEVICE)[:, :WIDTH]
-    before = logits.clone()
-    unit_gradient(logits, labels, vocab_shard(WIDTH, 0.7, REAL, SINGLE), with_entropy=False, out=out)
-    _, _, gradient = truth(logits[:, :REAL], labels, torch.ones(ROWS), torch.zeros(ROWS), 0.7)
-    assert torch.allclose(out[:, :REAL].cpu().double(), gradient, rtol=0, atol=TOLERANCES[torch.bfloat16])
-    assert not out[:, REAL:].any() and torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize(
@@ -499,36 +463,25 @@ def test_it_runs_where_rows_fit_the_cache_and_the_dtype_has_the_range(rows, out_
 # In the fused head
 
 
-def launches_of_head(name: str, case: HeadBatch, rows: int, **options) -> Counter:
+@pytest.mark.parametrize(
+    ("name", "rows", "launched", "options"),
+    [
+        pytest.param("grpo", 1000, (1, 0, 0), {}, id="row-by-row"),
+        pytest.param("gspo", 1000, (1, 0, 0), {}, id="in-chunk"),
+        pytest.param("gspo", 9, (2, 0, 0), {}, id="scale-last: one document in two chunks"),
+        pytest.param("grpo", 9, (2, 0, 0), {}, id="row-by-row in two chunks"),
+        pytest.param("gspo with every term", 1000, (0, 1, 1), {}, id="an entropy term does not commute"),
+        # KL: the last chunk is read once, each of the others at the statistics and at the gradient.
+        pytest.param("gspo with every term", 9, (1, 1, 1), {"entropy_coefficient": 0.0, "metrics": "basic"}, id="two-pass"),
+    ],
+)
+def test_each_plan_reads_its_logits_once(name, rows, launched, options):
+    case = head_batch([36], seed=8).to(torch.float32)
     moved, there = on_device(case, options_of(name, case) | options, KERNEL_DEVICE)
     with counted_launches() as launches:
         run(fused(KINDS[name][0]), moved, backend="triton", max_logits_bytes=budget(case, rows), **there)
-    return Counter(launches)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "unit_gradients", "gradients"),
-    [
-        pytest.param("grpo", 1000, 1, 0, id="row-by-row"),
-        pytest.param("gspo", 1000, 1, 0, id="in-chunk"),
-        pytest.param("gspo", 9, 2, 0, id="scale-last: one document in two chunks"),
-        pytest.param("grpo", 9, 2, 0, id="row-by-row in two chunks"),
-        pytest.param("gspo with every term", 1000, 0, 1, id="an entropy term does not commute"),
-    ],
-)
-def test_each_plan_reads_its_logits_once(name, rows, unit_gradients, gradients):
-    case = head_batch([36], seed=8).to(torch.float32)
-    launches = launches_of_head(name, case, rows)
-    assert (launches["one_read_kernel"], launches["logits_gradient_kernel"]) == (unit_gradients, gradients), launches
-    assert launches["row_statistics_kernel"] == gradients, launches
-
-
-def test_two_pass_computes_the_other_chunks_again():
-    """KL without entropy: the last chunk is read once, each of the others at the statistics and at the gradient."""
-    case = head_batch([36], seed=8).to(torch.float32)
-    terms = every_term(case.batch) | {"entropy_coefficient": 0.0, "metrics": "basic"}
-    launches = launches_of_head("gspo", case, 9, **terms)
-    assert [launches[f"{name}_kernel"] for name in ("one_read", "row_statistics", "logits_gradient")] == [1, 1, 1], launches
+    kernels = ("one_read_kernel", "row_statistics_kernel", "logits_gradient_kernel")
+    assert tuple(map(launches.count, kernels)) == launched, launches
 
 
 @pytest.mark.parametrize(("name", "rows"), [("gspo", 9), ("grpo", 1000)])
