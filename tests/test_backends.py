@@ -1,5 +1,5 @@
-"""A backend that cannot run is refused when a run begins, not at its first loss; what a fresh process has; which one
-"auto" is."""
+"""A backend that cannot run is refused when a run begins, not at its first loss; what a fresh process has; which one "auto" is;
+callers that torch compiles."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from helpers import run_in_children
+from helpers import random_batch, run_in_children
 from launch_settings import CUSTOM_LOSS
 from packaging.requirements import Requirement
 
+import megatron_rl
 from megatron_rl.config import TRITON_OF_TORCH, Backend, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import training_hooks
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops import backends
+from megatron_rl.ops.fp32_head import fp32_head_logits
 from megatron_rl.testing.oracle import LOSSES
 
 TRITON = PolicyLossConfig(policy_loss_backend="triton")
@@ -31,11 +34,6 @@ def not_interpreted(monkeypatch):
     """As in a process that is no test's."""
     monkeypatch.setattr(backends, "why_triton_is_missing", lambda: None)
     monkeypatch.setattr(backends, "is_interpreted", lambda: False)
-
-
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_what_can_run_is_not_refused(not_interpreted, backend):
-    backends.check_backend(backend, torch.device("cpu"))
 
 
 @pytest.mark.megatron
@@ -153,3 +151,88 @@ def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees
         products = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("dot")]
         is_upcast = any(isinstance(node, ast.arg) and node.arg == "UPCAST" for node in ast.walk(tree))
         assert len(products) == is_upcast, f"{path}: {products}"
+
+
+# Callers that are compiled: the losses keep their gradient. The other tests run with torch.compile off (conftest.py)
+
+BATCH = random_batch([5, 3], vocab_size=7)
+HIDDEN_SIZE = 4
+GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE, "advantages_per": "sample"}
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """torch.compile at work: TORCH_COMPILE_DISABLE is read when torch._dynamo is imported."""
+    import torch._dynamo
+
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False):
+        yield
+    torch._dynamo.reset()
+
+
+WEIGHT, HIDDEN = (
+    torch.randn(rows, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rows), dtype=torch.float64) for rows in (7, 8)
+)
+# Each front door as a function of one leaf: logits [T, V] or hidden states [T, H].
+FRONT_DOORS = {
+    "a loss of logits": (BATCH.logits, lambda leaf: megatron_rl.gspo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
+    "a loss of hidden states": (HIDDEN, lambda leaf: megatron_rl.linear_grpo_loss(leaf, WEIGHT, *BATCH.arguments(), **GROUPS).loss),
+    "log-probabilities": (
+        BATCH.logits,
+        lambda leaf: megatron_rl.vocab_parallel_log_probs(leaf, BATCH.labels, tp_group=SINGLE).sum(),
+    ),
+    "the fp32 head": (
+        HIDDEN.bfloat16(),
+        lambda leaf: fp32_head_logits(leaf, WEIGHT.bfloat16(), tp_group=SINGLE).square().sum(),
+    ),
+}
+
+
+def gradient(function, leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = leaf.clone().requires_grad_()
+    value = function(leaf)
+    value.backward()
+    return value.detach(), leaf.grad
+
+
+@pytest.mark.slow
+# The two backends that trace. Inductor meets the same breaks of the graph.
+@pytest.mark.parametrize(("backend", "beside"), [("eager", True), ("aot_eager", False)], ids=["beside another term", "alone"])
+@pytest.mark.parametrize("name", FRONT_DOORS)
+def test_a_compiled_caller_gets_the_gradient(name, backend, beside, compiling):
+    """Catches a loss that keeps its value and loses its gradient. Alone backward would fail; beside another term nothing would."""
+    leaf, loss = FRONT_DOORS[name]
+
+    def step(leaf):
+        scaled = 2.0 * leaf
+        return loss(scaled) + (scaled.square().sum() if beside else 0.0)
+
+    value, expected = gradient(step, leaf)
+    compiled = torch.compile(step, backend=backend)
+    for _ in range(2):  # once traced, once from the cache
+        got_value, got = gradient(compiled, leaf)
+        torch.testing.assert_close(got_value, value)
+        torch.testing.assert_close(got, expected)
+    assert expected.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_fullgraph_says_so(compiling):
+    """Whoever forbids graph breaks is told; a loss without a gradient would be the alternative."""
+    leaf, loss = FRONT_DOORS["a loss of logits"]
+    with pytest.raises(Exception, match="disable"):
+        torch.compile(loss, backend="eager", fullgraph=True)(leaf.clone().requires_grad_())
+
+
+@pytest.mark.slow
+def test_compiled_autograd_gets_the_gradient(compiling):
+    """A backward that is traced itself runs the hand-written ones as they are."""
+    leaf, loss = FRONT_DOORS["a loss of logits"]
+    _, expected = gradient(loss, leaf)
+    traced = leaf.clone().requires_grad_()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss(traced).backward()
+    torch.testing.assert_close(traced.grad, expected)

@@ -34,6 +34,7 @@ from megatron_rl.ops.backends import (
     vocab_shard,
 )
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.log_probs_torch import merge_shards
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton
@@ -42,6 +43,7 @@ from megatron_rl.ops.log_probs_triton import (
     LIST_BLOCK,
     list_rows,
     logits_gradient_triton,
+    merge_shards_triton,
     row_results_triton,
 )
 from megatron_rl.ops.rows_triton import unit_gradient
@@ -236,6 +238,20 @@ def test_rows_without_a_gradient_are_never_read():
     assert (out[~needed] == 0).all() and out.isfinite().all()
     _, _, gradient = truth(logits[needed], labels[needed], c[needed], e[needed], 1.0)
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
+
+
+def test_the_merge_of_more_rows_than_two_programs_take_is_the_twins():
+    """Parts that are far apart."""
+    generator = torch.Generator().manual_seed(1)
+    parts = torch.randn(5, 257, 4, generator=generator)
+    parts[..., 0] *= 40
+    parts[..., 1] = parts[..., 1].abs() + 0.1
+    active, shard = torch.arange(257) % 3 > 0, VocabShard(0, 1, 1 / 0.9, 1)
+    want = merge_shards(parts, active, shard)
+    got = merge_shards_triton(parts.to(KERNEL_DEVICE), active.to(KERNEL_DEVICE), shard)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.cpu()[active], theirs[active], rtol=2e-6, atol=1e-5)  # log-probabilities up to 200
+    assert all((ours.cpu()[~active] == 0).all() for ours in got[2:])
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
