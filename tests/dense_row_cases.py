@@ -34,6 +34,8 @@ AGGREGATIONS = tuple(name for name in loss_aggregation_names() if not get_loss_a
 # Of these losses every layout is run, of the others one.
 LOSSES = ("grpo", "gspo", "cispo")
 TOLERANCE = 1e-5
+# How a host calls a loss: with padded rows, once a sequence, or with all sequences behind one another.
+ROWS, EACH_SEQUENCE, ONE_CALL = PACKINGS = ("rows", "a call a sequence", "one call")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,12 @@ class RowCase:
     aggregation: str
     dp: int = 1
     cp: int = 1
+    tp: int = 1
     sizes: tuple[int, ...] = (16,)  # samples of the micro-batches of each data-parallel rank, in turn
     num_samples: int = 16
     has_rollouts: bool = False  # of one row to three, which are dealt to any ranks and micro-batches
+    packing: str = ROWS
+    has_second_mask: bool = False  # a mask of the host's beside that of responses
 
     def micro_batches(self) -> Iterator[list[list[int]]]:
         """Of each data-parallel rank the numbers of its samples. They are shuffled, so that prompt groups are cut."""
@@ -56,8 +61,9 @@ class RowCase:
             yield deal(order[rank * share : (rank + 1) * share], self.sizes)
 
     def __str__(self) -> str:
-        rollouts = " rollouts" * self.has_rollouts
-        return f"{self.loss} {self.aggregation} dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}{rollouts}"
+        rest = f" {self.packing}{' rollouts' * self.has_rollouts}{' second mask' * self.has_second_mask}"
+        ranks = f"dp{self.dp} cp{self.cp} tp{self.tp}"
+        return f"{self.loss} {self.aggregation} {ranks} {'+'.join(map(str, self.sizes))}{rest}"
 
 
 # Micro-batches of one size and of many, as dynamic batch sizes make; 14 samples: the last prompt group is smaller.
@@ -69,14 +75,15 @@ LAYOUTS = (
     {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
     {"dp": 4, "cp": 4, "sizes": (3, 1)},
 )
-# Of rollouts of several rows.
-ROLLOUT_LAYOUTS = (
-    {},
-    {"sizes": (1, 5, 3, 7)},
-    {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
-    {"dp": 4, "sizes": (1,)},
-)
-ROLLOUT_AGGREGATIONS = ("sample_mean", "row_mean", "prompt_mean", "token_mean", "constant")
+
+
+def rollout_cases(losses: Sequence[str]) -> list[RowCase]:
+    """Of rollouts of several rows: grpo with each aggregation and layout, and one of each of these losses."""
+    layouts = [LAYOUTS[0], LAYOUTS[1], LAYOUTS[4], {"dp": 4, "sizes": (1,)}]
+    aggregations = ("sample_mean", "row_mean", "prompt_mean", "token_mean", "constant")
+    rows = [("grpo", one, layout) for one in aggregations for layout in layouts]
+    rows += [(loss, "sample_mean", layouts[2]) for loss in losses]
+    return [RowCase(loss=loss, aggregation=one, has_rollouts=True, **layout) for loss, one, layout in rows]
 
 
 def samples_of(case: RowCase, seed: int = 3) -> tuple[list[StepSample], list[Tensor]]:
@@ -143,6 +150,10 @@ def in_place(samples: Sequence[StepSample], rows: Sequence[Sequence[float]], wid
     """The responses' values at the places of their tokens, behind the prompts."""
     prompts = [len(sample.tokens) - len(sample.loss_mask) for sample in samples]
     return padded([[*[0.0] * prompt, *row] for prompt, row in zip(prompts, rows, strict=True)], width)
+
+
+def padded_ids(samples: Sequence[StepSample], width: int) -> Tensor:  # [S, width]
+    return padded([sample.tokens for sample in samples], width).long()
 
 
 def logits_of(log_probs: Tensor, ids: Tensor) -> Tensor:  # [length - 1], [>= length] -> [length, V]

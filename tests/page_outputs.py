@@ -273,9 +273,9 @@ def of_the_first_step_in_roll(command: str) -> str:
 
 def of_the_first_step_in_skyrl(command: str) -> str:
     """The line of our loss."""
-    from skyrl_cases import RowCase, run_step, samples_of
+    from skyrl_cases import ADAPTER, RowCase
 
     case = RowCase(loss=re.search(r"megatron_rl\.(\w+)", command)[1], aggregation=command.split()[-1])
     without_correction = SimpleNamespace(off_policy_correction_enabled=lambda settings: False)
     with mock.patch.object(skyrl, "import_module", lambda name: without_correction):
-        return said(run_step, case, *samples_of(case))
+        return said(ADAPTER.run, case, ADAPTER.step(case))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from inspect import signature
 
+import adapter_launches
 import refused_hosts
 import torch
 from helpers import CLIP, S_PROMPTS, names_forgotten, s_masks
@@ -332,7 +333,6 @@ REFUSED: dict[Callable, list[dict]] = {
     ],
 } | refused_hosts.REFUSED
 
-
 # Launches
 
 CONSTANT = {"loss_aggregation": "constant"}
@@ -613,7 +613,7 @@ def message_of(door: Callable, changes: dict) -> tuple[str, str]:
 def entries() -> Iterator[tuple[str, str, str]]:
     """(title, the call or the launch, what is said)."""
     with names_forgotten():
-        for door, rows in REFUSED.items():
+        for door, rows in (REFUSED | adapter_launches.REFUSED).items():
             for changes in rows:
                 kind, text = message_of(door, changes)
                 yield door.__name__, ", ".join(f"{name}={shown(value)}" for name, value in changes.items()), f"{kind}: {text}"

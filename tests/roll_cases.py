@@ -1,4 +1,4 @@
-"""One optimiser step through ROLL's call of a loss: batches, factors and packing of its Megatron strategy, on gloo ranks.
+"""ROLL: its batch, its configs, and the batches, factors and packing of its Megatron strategy, on gloo ranks.
 
 The loss is called by `emulated_forward_step`, or by ROLL's own inner_forward_step.
 """
@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import dense_row_cases
 import torch
+from adapter_cases import Adapter, Step, advantages_of, old_of, sampled_of
 from dense_row_cases import (
-    AGGREGATIONS,
+    EACH_SEQUENCE,
+    ROWS,
     VOCABULARY,
     Result,
     RowCase,
+    deal,
     gradients_of,
     in_place,
     largest_error,
     logits_of,
-    parameters_of,
-    samples_of,
-    truth,
+    padded_ids,
 )
 from torch import Tensor
 
@@ -34,46 +33,19 @@ from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
 from megatron_rl.testing.layout_step import StepSample
-from megatron_rl.testing.reference import CLIPS, DIVISOR
-from megatron_rl.weights import get_loss_aggregation
 
 PAD_FACTOR = 16  # of a packed sequence, in ROLL
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case(RowCase):
-    tp: int = 1
-    packing: str = "rows"
-    has_final_mask: bool = True  # the RLVR pipeline's own mask beside that of responses
-
-    def __str__(self) -> str:
-        return f"{RowCase.__str__(self)} tp{self.tp} {self.packing}{' final mask' * self.has_final_mask}"
-
-
-# On four ranks and fewer. With the pipeline's own mask beside that of responses, and without.
-LAYOUTS = (
-    {},
-    {"sizes": (1, 5, 3, 7), "has_final_mask": False},
-    {"cp": 2, "sizes": (2, 4), "num_samples": 6, "packing": "a call a sequence"},
-    {"dp": 2, "sizes": (2, 5), "num_samples": 14, "packing": "a call a sequence", "has_final_mask": False},
-    {"dp": 2, "cp": 2, "sizes": (3, 1), "num_samples": 14},
-    {"tp": 2, "sizes": (6, 2)},
-)
-
-
-def matrix(losses: Sequence[str], aggregations: Sequence[str] = AGGREGATIONS) -> list[Case]:
-    return [Case(loss=loss, aggregation=one, **layout) for loss in losses for one in aggregations for layout in LAYOUTS]
-
-
-def worker_config(pg_variant: str, *, samples: int = 16, dp: int = 1, **settings: Any) -> SimpleNamespace:
+def worker_config(pg_variant: str | None, *, samples: int = 16, **settings: Any) -> SimpleNamespace:
     """What our worker reads of ROLL's actor_train. settings: our numbers, as system_envs, and its own fields."""
     numbers = {name: str(settings.pop(name)) for name in list(settings) if name.startswith(roll.VARIABLES)}
     own: dict[str, Any] = {
         "pg_variant": pg_variant,
         "system_envs": numbers | {"NCCL_DEBUG": "WARN"},
         "strategy_args": SimpleNamespace(strategy_name="megatron_train", strategy_config={"tensor_model_parallel_size": 1}),
-        "training_args": SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=samples // dp),
-        "device_mapping": list(range(dp)),
+        "training_args": SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=samples),
+        "device_mapping": [0],
         "apply_loss_scale": True,
         "use_dynamic_batching_in_train": False,
         "use_sequence_packing": False,
@@ -102,20 +74,6 @@ def pipeline_config(samples: int = 16, **settings: Any) -> SimpleNamespace:
     return SimpleNamespace(**(own | settings))
 
 
-def settings_of(case: Case, **pipeline: Any) -> tuple[Launch, bool]:
-    """(the launch, whether the batch has placeholders for old log-probabilities)."""
-    clip, numbers = CLIPS[case.loss], {name: pipeline.pop(name) for name in [*pipeline] if name.startswith(roll.VARIABLES)}
-    if clip is not None:
-        pipeline |= {"use_pg_clip_range": True, "pg_clip_low": clip[0], "pg_clip_high": clip[1]}
-    if parameters_of(case):
-        pipeline |= {"dual_clip_loss": True, "pg_clip": 1.0}  # c = 1 + 2 pg_clip
-    if get_loss_aggregation(case.aggregation).takes_divisor:
-        numbers["MEGATRON_RL_LOSS_AGGREGATION_DIVISOR"] = DIVISOR
-    worker = worker_config(f"{case.loss}.{case.aggregation}", samples=case.num_samples, dp=1, **numbers)
-    config = pipeline_config(case.num_samples, **pipeline)
-    return roll.read(worker, config), not config.enable_old_logprobs_recompute
-
-
 class Data:
     """What a loss and ROLL's inner_forward_step use of a DataProto."""
 
@@ -129,60 +87,14 @@ class Data:
         return Data({name: column[chosen] for name, column in self.batch.items()}, self.meta_info)
 
 
-@dataclass
-class Step:
-    """Whole padded samples: [S, W], or [S, W - 1] from the second token on. `log_probs` belong to the responses."""
-
-    samples: list[StepSample]
-    log_probs: list[Tensor]
-    columns: dict[str, Tensor]
-
-
-def make_step(case: Case, given: tuple[list[StepSample], list[Tensor]] | None = None) -> Step:
-    """given: samples, and log-probabilities of their responses; None: samples_of."""
-    samples, log_probs = given or samples_of(case)
-    width = -(-max(len(sample.tokens) for sample in samples) // 8) * 8
-
-    column = functools.partial(in_place, samples, width=width)
-    mask, old = column([s.loss_mask for s in samples]), column([s.old_log_probs or [] for s in samples])
-    names = [sample.prompt_id for sample in samples]
-    ids = torch.stack([torch.tensor([*s.tokens, *[0] * (width - len(s.tokens))]) for s in samples])
-    ids[:, 0] = torch.tensor([names.index(name) for name in names])  # the token that tells prompts apart
-    lengths = torch.tensor([len(sample.tokens) for sample in samples])
-    columns = {
-        "input_ids": ids,
-        "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-        "prompt_mask": (torch.arange(width) == 0).expand(len(samples), -1),
-        "response_mask": (column([[1] * len(s.loss_mask) for s in samples]) if case.has_final_mask else mask).long(),
-        "advantages": torch.tensor([s.advantage for s in samples])[:, None] * mask[:, 1:],
-        "old_log_probs": old[:, 1:],
-        "ref_log_probs": old[:, 1:] + 0.3,
-        "infer_logprobs": column([s.rollout_log_probs or [x - 0.1 for x in s.old_log_probs or []] for s in samples])[:, 1:],
-        "number": torch.arange(len(samples)),
-    }
-    if case.has_final_mask:
-        columns["final_response_mask"] = mask[:, 1:].long()
-    return Step(samples, log_probs, columns)
-
-
-FLOATS = ("advantages", "old_log_probs", "ref_log_probs", "infer_logprobs", "train_infer_is_weight")
-
-
-def poisoned(step: Step, poison: float) -> Step:
-    """The step with this in each masked position; logits are poisoned by run_step."""
-    mask = loss_mask_of(step.columns)
-    columns = {name: torch.where(mask, step.columns[name], poison) for name in FLOATS if name in step.columns}
-    return Step(step.samples, step.log_probs, step.columns | columns)
-
-
 class Strategy:
     """ROLL's Megatron strategy around one step of a case: its train_step without an optimiser."""
 
-    def __init__(self, case: Case, step: Step, poison: float | None, forward_step: Callable[..., Any]):
+    def __init__(self, case: RowCase, step: Step, poison: float | None, forward_step: Callable[..., Any]):
         self.case, self.poison, self.forward_step = case, poison, forward_step
         self.leaves = [values.float().requires_grad_() for values in step.log_probs]
         self.groups: ParallelGroups = resolve_groups()
-        self.use_sequence_packing = case.packing != "rows"
+        self.use_sequence_packing = case.packing != ROWS
 
     def _get_feature_on_this_cp_rank(self, feature: Tensor, feature_name: str = "input_ids") -> Tensor:
         return feature[:, local_positions(feature.shape[1], self.groups.cp.rank(), self.groups.cp.size())]
@@ -201,7 +113,7 @@ class Strategy:
         samples = {key: all_reduce_sum(mask.any(-1).sum(), self.groups.dp) for key, mask in masks.items()}
         batch.meta_info["batch_num_tokens"] = tokens
         batch.meta_info["global_valid_samples"] = {"default": all_reduce_sum(torch.tensor(len(batch)), self.groups.dp), **samples}
-        chosen = dense_row_cases.deal(range(len(batch)), self.case.sizes)
+        chosen = deal(range(len(batch)), self.case.sizes)
         batch.meta_info["loss_scale"] = len(chosen) * self.case.dp
         metrics = []
         for rows in chosen:
@@ -209,8 +121,8 @@ class Strategy:
             output, loss_of = self.inner_forward_step(loss_func, iter([data]), lambda data=data, **_: self.logits(data))
             loss, log = loss_of(output)
             metrics.append(log)
-            if loss.requires_grad:  # Megatron: x c / M, DDP: mean over D c ranks
-                (loss * self.case.cp / len(chosen) / (self.case.dp * self.case.cp)).backward()
+            if loss.requires_grad:
+                (loss * ADAPTER.factor(self.case, len(chosen))).backward()
         return metrics
 
     def logits(self, data: Data) -> Tensor:  # [B, W / c, V / tp], packed [1, tokens / c, V / tp]
@@ -230,11 +142,6 @@ class Strategy:
         size = VOCABULARY // self.case.tp
         shard = slice(self.groups.tp.rank() * size, (self.groups.tp.rank() + 1) * size)
         return torch.cat(rows, dim=1 if self.use_sequence_packing else 0)[..., shard].contiguous()
-
-
-def loss_of(settings: tuple[Launch, bool]) -> RollLoss:
-    """On a strategy that trains nothing."""
-    return RollLoss(settings[0], object.__new__(Strategy), is_on_policy=settings[1])
 
 
 def emulated_forward_step(strategy: Strategy, loss_func, data_iterator: Iterator[Data], model):
@@ -269,44 +176,105 @@ def cut(values: Tensor, length: int, width: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, max(length - values.shape[1], 0)))[:, :length]
 
 
-def run_step(
-    case: Case,
-    step: Step,
-    settings: tuple[Launch, bool],
-    poison: float | None = None,
-    forward_step: Callable[..., Any] = emulated_forward_step,
-) -> Result:
-    """What this rank adds to the gradient, and to the reported losses. On the ranks of an initialised Megatron."""
-    strategy = Strategy(case, step, poison, forward_step)
-    loss = RollLoss(settings[0], strategy, is_on_policy=settings[1])
-    order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
-    data = Data({name: column[order] for name, column in step.columns.items()}, {})
-    metrics = strategy.train_step(batch=data, loss_func=loss)
-    is_first = strategy.groups.cp.rank() == strategy.groups.tp.rank() == 0
-    total = sum(log["actor/total_loss@sum"] for log in metrics) if is_first else 0.0
-    return Result(total, gradients_of(strategy.leaves), metrics)
+class Roll(Adapter):
+    """On gloo ranks, with logits of vocabulary-parallel heads. The second mask is the RLVR pipeline's beside that of responses."""
+
+    name, num_ranks = "roll", 4
+    metrics = frozenset(
+        {"actor/total_loss@sum", "actor/pg_loss@sum", "actor/kl_loss@sum", "actor/ppo_ratio_clipfrac@mean", "actor/policykl@mean"}
+    )
+    layouts = (
+        {"has_second_mask": True},
+        {"sizes": (1, 5, 3, 7)},
+        {"cp": 2, "sizes": (2, 4), "num_samples": 6, "packing": EACH_SEQUENCE, "has_second_mask": True},
+        {"dp": 2, "sizes": (2, 5), "num_samples": 14, "packing": EACH_SEQUENCE},
+        {"dp": 2, "cp": 2, "sizes": (3, 1), "num_samples": 14, "has_second_mask": True},
+        {"tp": 2, "sizes": (6, 2), "has_second_mask": True},
+    )
+    shorts = ({"sizes": (3, 5), "has_second_mask": True}, {"sizes": (3, 5), "packing": EACH_SEQUENCE})
+    other = {"cp": 2, "sizes": (4, 12), "has_second_mask": True}
+    terms = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
+    numbers = ("pg_clip_low", "pg_clip_high", "dual_clip_loss", "MEGATRON_RL_LOSS_AGGREGATION_DIVISOR")
+
+    def place(self, samples, rows):
+        """From the second token on."""
+        return in_place(samples, rows, -(-max(len(sample.tokens) for sample in samples) // 8) * 8)[:, 1:]
+
+    def columns(self, case: RowCase, samples: Sequence[StepSample]) -> dict[str, Tensor]:
+        mask, old = self.place(samples, [sample.loss_mask for sample in samples]), self.place(samples, old_of(samples))
+        of_responses = self.place(samples, [[1] * len(sample.loss_mask) for sample in samples]) if case.has_second_mask else mask
+        width, names = mask.shape[1] + 1, [sample.prompt_id for sample in samples]
+        ids = padded_ids(samples, width)
+        ids[:, 0] = torch.tensor([names.index(name) for name in names])  # the token that tells prompts apart
+        lengths = torch.tensor([len(sample.tokens) for sample in samples])
+        columns = {
+            "input_ids": ids,
+            "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
+            "prompt_mask": (torch.arange(width) == 0).expand(len(samples), -1),
+            "response_mask": torch.nn.functional.pad(of_responses, (1, 0)).long(),
+            "advantages": advantages_of(samples) * mask,
+            "old_log_probs": old,
+            "ref_log_probs": old + 0.3,
+            "infer_logprobs": self.place(samples, sampled_of(samples)),
+        }
+        return columns | ({"final_response_mask": mask.long()} if case.has_second_mask else {})
+
+    def settings(self, case: RowCase, **pipeline: Any) -> tuple[Launch, bool]:
+        """(the launch, whether the batch has placeholders for old log-probabilities)."""
+        given = self.given_numbers(case) | pipeline
+        given["use_pg_clip_range"] = "pg_clip_low" in given
+        if "dual_clip_loss" in given:
+            given |= {"dual_clip_loss": True, "pg_clip": 1.0}  # c = 1 + 2 pg_clip
+        ours = {name: given.pop(name) for name in [*given] if name.startswith(roll.VARIABLES)}
+        worker = worker_config(f"{case.loss}.{case.aggregation}", samples=case.num_samples, **ours)
+        config = pipeline_config(case.num_samples, **given)
+        return roll.read(worker, config), not config.enable_old_logprobs_recompute
+
+    def run(self, case, step, *, poison=None, own=None, forward_step=emulated_forward_step, **settings):
+        """What this rank adds to the gradient, and to the reported losses. On the ranks of an initialised Megatron."""
+        ours = {f"MEGATRON_RL_{name.upper()}": value for name, value in (own or {}).items()}
+        launch, is_on_policy = self.settings(case, **settings, **ours)
+        step = step if poison is None else self.poisoned(step, poison)
+        strategy = Strategy(case, step, poison, forward_step)
+        loss = RollLoss(launch, strategy, is_on_policy=is_on_policy)
+        order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
+        data = Data({name: column[order] for name, column in step.columns.items()}, {})
+        metrics = strategy.train_step(batch=data, loss_func=loss)
+        is_first = strategy.groups.cp.rank() == strategy.groups.tp.rank() == 0
+        total = sum(log["actor/total_loss@sum"] for log in metrics) if is_first else 0.0
+        return Result(total, gradients_of(strategy.leaves), metrics)
+
+    def factor(self, case, num_microbatches):
+        """Megatron: x c / M. DDP: the mean over D c ranks."""
+        return case.cp / num_microbatches / (case.dp * case.cp)
+
+    def errors(self, cases, pool):
+        return errors_of(cases, lambda chosen, **layout: pool().run(results_on_rank, chosen, **layout))
 
 
-def results_on_rank(rank: int, cases: Sequence[Case], forward_step: Callable[..., Any] = emulated_forward_step) -> list[Result]:
+ADAPTER = Roll()
+
+
+def results_on_rank(rank: int, cases: Sequence[RowCase], forward_step: Callable[..., Any] = emulated_forward_step) -> list[Result]:
     """Of each case this rank's part."""
-    return [run_step(case, make_step(case), settings_of(case), forward_step=forward_step) for case in cases]
+    return [ADAPTER.run(case, ADAPTER.step(case), forward_step=forward_step) for case in cases]
 
 
-def errors_of(cases: Sequence[Case], run: Callable[..., list[list[Result]]]) -> dict[str, float]:
+def errors_of(cases: Sequence[RowCase], run: Callable[..., list[list[Result]]]) -> dict[str, float]:
     """run: RankPool.run or run_ranks, for the cases of one layout of ranks."""
     errors: dict[str, float] = {}
     for dp, cp, tp in sorted({(case.dp, case.cp, case.tp) for case in cases}):
         chosen = [case for case in cases if (case.dp, case.cp, case.tp) == (dp, cp, tp)]
         layout = {"context_parallel_size": cp, "tensor_model_parallel_size": tp}
         for case, *parts in zip(chosen, *run(chosen, world_size=dp * cp * tp, **layout), strict=True):
-            alone = Case(loss=case.loss, aggregation=case.aggregation, num_samples=case.num_samples)  # no layout changes the truth
-            errors[str(case)] = largest_error(added_up(parts), *truth_of(alone))
+            alone = RowCase(loss=case.loss, aggregation=case.aggregation, num_samples=case.num_samples)
+            errors[str(case)] = largest_error(added_up(parts), *truth_of(alone))  # no layout changes the truth
     return errors
 
 
 @functools.cache
-def truth_of(case: Case) -> tuple[float, list[Tensor]]:
-    return truth(case, *samples_of(case))
+def truth_of(case: RowCase) -> tuple[float, list[Tensor]]:
+    return ADAPTER.truth(case, ADAPTER.step(case))
 
 
 def added_up(parts: Sequence[Result]) -> Result:

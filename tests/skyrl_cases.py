@@ -1,38 +1,21 @@
-"""One optimiser step through SkyRL's call of a loss: its driver's scaled advantages, the factors of its worker, a float64 truth.
-
-The driver's scaling is emulated, or SkyRL's own.
-"""
+"""SkyRL: its modules, its config, the advantages that its driver scales, and its call of a loss, emulated."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
-import dense_row_cases
 import torch
-from dense_row_cases import (
-    LAYOUTS,
-    ROLLOUT_AGGREGATIONS,
-    ROLLOUT_LAYOUTS,
-    Result,
-    RowCase,
-    gradients_of,
-    own_part,
-    padded,
-    parameters_of,
-    rollouts_of,
-    samples_of,
-)
+from adapter_cases import Adapter, advantages_of, old_of, responses, sampled_of
+from dense_row_cases import RowCase, rollouts_of
 from torch import Tensor
 
 from megatron_rl.hosts import skyrl, skyrl_driver
-from megatron_rl.hosts.choice import Launch
 from megatron_rl.testing.layout_step import StepSample
-from megatron_rl.testing.reference import CLIPS, DIVISOR
-from megatron_rl.weights import get_loss_aggregation
 
 EMULATED_SKYRL = """
 import sys
@@ -80,19 +63,9 @@ def emulated_skyrl(old: str = "", new: str = "") -> dict[str, ModuleType]:
     return modules
 
 
-# Aggregation -> SkyRL's name of it.
-NAMES = {ours: theirs for theirs, ours in skyrl.REDUCTIONS.items()}
+# Aggregation -> SkyRL's name of it. It knows no row_mean, and is told sequence_mean.
+NAMES = {ours: theirs for theirs, ours in skyrl.REDUCTIONS.items()} | {"row_mean": skyrl.SEQUENCE_MEAN}
 Scale = Callable[..., Tensor]
-
-
-def matrix(losses: Sequence[str]) -> list[RowCase]:
-    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in NAMES for layout in LAYOUTS]
-
-
-def trajectory_matrix() -> list[RowCase]:
-    rows = [("grpo", one, layout) for one in ROLLOUT_AGGREGATIONS for layout in ROLLOUT_LAYOUTS]
-    rows += [(loss, "sample_mean", ROLLOUT_LAYOUTS[2]) for loss in ("gspo", "cispo")]
-    return [RowCase(loss=loss, aggregation=one, has_rollouts=True, **layout) for loss, one, layout in rows]
 
 
 def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", **settings: Any) -> SimpleNamespace:
@@ -107,21 +80,9 @@ def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", 
     return SimpleNamespace(policy_loss_type=policy_loss_type, loss_reduction=loss_reduction, **(own | settings))
 
 
-def launch(name: str, own: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> Launch:
-    return skyrl.read(algorithm_config(name, **given), skyrl.Words(own))
-
-
-def config_of(case: RowCase, **settings: Any) -> SimpleNamespace:
-    clip = CLIPS[case.loss]
-    given = {} if clip is None else {"eps_clip_low": clip[0], "eps_clip_high": clip[1]}
-    given |= {"clip_ratio_c": 3.0} if parameters_of(case) else {}
-    given |= {"max_seq_len": DIVISOR} if get_loss_aggregation(case.aggregation).takes_divisor else {}
-    return algorithm_config(f"megatron_rl.{case.loss}", told_of(case), **(given | settings))
-
-
-def told_of(case: RowCase) -> str:
-    """The loss_reduction that SkyRL is told: it knows no row_mean."""
-    return skyrl.SEQUENCE_MEAN if case.aggregation == "row_mean" else NAMES[case.aggregation]
+def correction(bound: float) -> dict[str, SimpleNamespace]:
+    """SkyRL's own, of tokens."""
+    return {"off_policy_correction": SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=bound)}
 
 
 def words_of(case: RowCase, own: Mapping[str, Any] = MappingProxyType({}), *, is_step_wise: bool = False) -> skyrl.Words:
@@ -193,65 +154,52 @@ def scale_of_trajectories(trainer: Any, case: RowCase, samples: Sequence[StepSam
     return scale
 
 
-def columns_of(samples: Sequence[StepSample]) -> dict[str, Tensor]:  # [S, R] each
-    width = max(len(sample.loss_mask) for sample in samples)
-    old = [sample.old_log_probs or [] for sample in samples]
-    sampled = [sample.rollout_log_probs or [value - 0.1 for value in row] for sample, row in zip(samples, old, strict=True)]
-    mask = padded([sample.loss_mask for sample in samples], width)
-    advantages = torch.tensor([sample.advantage for sample in samples])[:, None] * mask
-    columns = {"old_log_probs": padded(old, width), "advantages": advantages, "loss_mask": mask}
-    return columns | {"rollout_logprobs": padded(sampled, width)}
+class SkyRL(Adapter):
+    name = "skyrl"
+    metrics = frozenset({"clip_ratio", "tis"})
+    terms = correction(1.05)
+    numbers = ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "max_seq_len")
+
+    def __init__(self, scale: Scale = emulated_scale, trainer: Any = None):
+        """scale: of the driver. trainer: SkyRL's module, where trajectories may have several rows."""
+        self.scale, self.trainer = scale, trainer
+
+    def install(self, monkeypatch):
+        for name, module in emulated_skyrl().items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def config(self, case: RowCase, **settings: Any) -> SimpleNamespace:
+        return algorithm_config(f"megatron_rl.{case.loss}", NAMES[case.aggregation], **self.given_numbers(case) | settings)
+
+    def columns(self, case: RowCase, samples: Sequence[StepSample]) -> dict[str, Tensor]:
+        mask = self.place(samples, [sample.loss_mask for sample in samples])
+        prompts, config = [sample.prompt_id for sample in samples], self.config(case)
+        starts = [index for index, prompt in enumerate(prompts) if index == 0 or prompt != prompts[index - 1]]
+        bounds = [*pairwise([*starts, len(samples)])]
+        scale = self.scale if self.trainer is None else scale_of_trajectories(self.trainer, case, samples)
+        given = (advantages_of(samples) * mask, mask, config.loss_reduction, 1, config.max_seq_len, bounds)
+        return {
+            "old_log_probs": self.place(samples, old_of(samples)),
+            "advantages": scale(*given),
+            "loss_mask": mask,
+            "rollout_logprobs": self.place(samples, sampled_of(samples)),
+        }
+
+    def start(self, case, step, own, **settings):
+        config, loss = self.config(case, **settings), skyrl.SkyrlLoss(case.loss, words_of(case, own))
+
+        def call(data: dict[str, Tensor], rows: list[Tensor], num_microbatches: int) -> tuple[Tensor, dict]:
+            names = ("old_log_probs", "advantages", "loss_mask", "rollout_logprobs")
+            old, advantages, mask, sampled = (data[name] for name in names)
+            log_probs = responses(data, rows, mask.shape[1])
+            value, log = loss(log_probs, old, advantages, config=config, loss_mask=mask, rollout_logprobs=sampled)
+            return value * num_microbatches * case.dp, log
+
+        return call
+
+    def factor(self, case, num_microbatches):
+        """Megatron: x c / M. DDP: the mean over D c ranks."""
+        return case.cp / num_microbatches / (case.dp * case.cp)
 
 
-def run_step(
-    case: RowCase,
-    samples: Sequence[StepSample],
-    log_probs: Sequence[Tensor],
-    scale: Scale = emulated_scale,
-    poison: float | None = None,  # in masked positions
-    own: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Result:
-    """The gradient that the optimiser gets, and the sum of the returned losses over ranks and micro-batches."""
-    config, columns = config_of(case, **settings), columns_of(samples)
-    leaves = [values.float().requires_grad_() for values in log_probs]
-    prompts = [sample.prompt_id for sample in samples]
-    starts = [index for index, prompt in enumerate(prompts) if index == 0 or prompt != prompts[index - 1]]
-    boundaries = list(zip(starts, [*starts[1:], len(samples)], strict=True))
-    given = (columns["advantages"], columns["loss_mask"], config.loss_reduction, 1, config.max_seq_len, boundaries)
-    columns["advantages"] = scale(*given)
-    is_kept = columns["loss_mask"].bool()
-    if poison is not None:
-        columns |= {name: torch.where(is_kept, columns[name], poison) for name in columns if name != "loss_mask"}
-    loss_of = skyrl.SkyrlLoss(case.loss, words_of(case, own or {}))
-    total, metrics = 0.0, []
-    for micro_batches in case.micro_batches():
-        for chosen in micro_batches:
-            for cp_rank in range(case.cp):
-                rows = torch.stack([row_of(case, samples[index], leaves[index], cp_rank, is_kept.shape[1]) for index in chosen])
-                rows = rows if poison is None else torch.where(is_kept[chosen], rows, poison)
-                data = {name: column[chosen] for name, column in columns.items()}
-                old, advantages = data.pop("old_log_probs"), data.pop("advantages")
-                loss, log = loss_of(rows, old, advantages, config=config, **data)
-                # SkyRL: x M D; Megatron: x c / M; DDP: mean over D c ranks
-                factor = len(micro_batches) * case.dp * case.cp / len(micro_batches) / (case.dp * case.cp)
-                (loss * factor).backward()
-                if cp_rank == 0:
-                    total += float(loss.detach())
-                    metrics.append(log)
-    return Result(total, gradients_of(leaves), metrics)
-
-
-def row_of(case: RowCase, sample: StepSample, leaf: Tensor, cp_rank: int, width: int) -> Tensor:  # [width]
-    """The response's log-probabilities, with gradient where this context-parallel rank has the logits."""
-    prompt = len(sample.tokens) - len(sample.loss_mask)
-    values = own_part(torch.cat([torch.zeros(prompt - 1), leaf, torch.zeros(1)]), cp_rank, case.cp)
-    return torch.nn.functional.pad(values[prompt - 1 : -1], (0, width - len(leaf)))
-
-
-def error_of(case: RowCase, scale: Scale = emulated_scale, trainer: Any = None) -> float:
-    """trainer: SkyRL's module, for a case with trajectories."""
-    samples, log_probs = samples_of(case)
-    scale = scale if trainer is None else scale_of_trajectories(trainer, case, samples)
-    found = run_step(case, samples, log_probs, scale)
-    return dense_row_cases.largest_error(found, *dense_row_cases.truth(case, samples, log_probs))
+ADAPTER = SkyRL()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,22 +16,31 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import adapter_launches
 import pytest
-from adapter_cases import ADAPTERS, CORRECTIONS, Adapter
-from dense_row_cases import LOSSES, TOLERANCE, largest_error, too_large
-from helpers import pool_of
+import refused
+import skyrl_cases
+import torch
+from adapter_cases import CORRECTIONS, Adapter, adapters, check_kl
+from dense_row_cases import EACH_SEQUENCE, LOSSES, TOLERANCE, RowCase, largest_error, samples_of, too_large
+from helpers import ROOT, names_forgotten, pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
+from megatron_rl.declare import POLICY_LOSSES
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts import contract as contract_module
+from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.contract import Contract
 from megatron_rl.hosts.dense_rows import Rollouts, loss_of_rows, step_line
 from megatron_rl.testing.reference import CLIPS
-from megatron_rl.weights import Formula, get_loss_aggregation
+from megatron_rl.weights import AGGREGATIONS, Formula, get_loss_aggregation
 
 pool = pool_of(4)
+ADAPTERS = adapters()
+MESSAGES = re.sub(r"\n *", " ", (ROOT / "tests" / "messages.txt").read_text(encoding="utf-8"))
+WEIGHED = {nemo_rl.WEIGHTS.removeprefix(nemo_rl.LOSS_FN): True}
+TRUNCATED = WEIGHED | {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.05}
 
 of_each_host = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS, indirect=True)
 on_ranks = pytest.mark.parametrize(
@@ -50,14 +61,10 @@ def adapter(request, monkeypatch) -> Iterator[Adapter]:
 def few(adapter: Adapter) -> list:
     """Each aggregation with one of LOSSES, in turn, in one process: what a token weighs does not ask for the loss."""
     return [
-        adapter.case(loss=LOSSES[(place + turn) % len(LOSSES)], aggregation=one, **layout)
+        RowCase(loss=LOSSES[(place + turn) % len(LOSSES)], aggregation=one, **layout)
         for turn, layout in enumerate(adapter.shorts)
         for place, one in enumerate(adapter.aggregations)
     ]
-
-
-def test_each_trainer_has_its_class():
-    assert ADAPTERS.keys() == {*SETTINGS_NAMES}
 
 
 # The step
@@ -70,7 +77,7 @@ def test_the_step_is_exact_in_each_layout(adapter, loss, request):
 
     Where a host has many, a layout under an aggregation meets one of the losses, in turn: it multiplies the weights of all by one
     factor, which test_the_loss_multiplies_its_weights_by_its_stage sees. EVERY_COMBINATION=1 runs each with each."""
-    chosen = adapter.layouts(loss)
+    chosen = adapter.matrix([loss])
     if len(chosen) >= 16 * len(LOSSES) and os.environ.get("EVERY_COMBINATION") != "1":
         chosen = [case for place, case in enumerate(chosen) if (place + place // len(LOSSES)) % len(LOSSES) == LOSSES.index(loss)]
     assert Counter(case.aggregation for case in chosen).keys() == {*adapter.aggregations} and len({*map(str, chosen)}) >= 16
@@ -102,13 +109,13 @@ def test_masked_values_change_nothing(adapter, poison):
 def test_a_micro_batch_without_a_trained_token_is_exact(adapter):
     """One of each rank. No response of one token is in it where such is to be had: verl fills batches with them."""
     for case in few(adapter):
-        samples, log_probs = adapter.step(case)
-        is_long = [len(one.loss_mask) > 1 for one in samples]
+        step = adapter.step(case)
+        is_long = [len(one.loss_mask) > 1 for one in step.samples]
         ranks = list(case.micro_batches())
         chosen = [next((batch for batch in of_rank if all(is_long[i] for i in batch)), of_rank[0]) for of_rank in ranks]
         first = {index for batch in chosen for index in batch}
-        empty = [replace(one, loss_mask=[0] * len(one.loss_mask)) if i in first else one for i, one in enumerate(samples)]
-        step = empty, log_probs
+        empty = [replace(one, loss_mask=[0] * len(one.loss_mask)) if i in first else one for i, one in enumerate(step.samples)]
+        step = adapter.step(case, empty, step.log_probs)
         found = adapter.run(case, step)
         assert largest_error(found, *adapter.truth(case, step)) <= TOLERANCE and found.loss != 0, case
         assert not any(found.gradients[index].any() for index in first)
@@ -118,9 +125,106 @@ def test_a_micro_batch_without_a_trained_token_is_exact(adapter):
 @pytest.mark.parametrize(("own", "factor"), CORRECTIONS, ids=str)
 def test_a_correction_of_ours_is_set_by_its_names_here(adapter, own, factor):
     """The sampler's log-probabilities are 0.1 lower, so each weight is exp(0.1), and 1.05 under a bound of 1.05."""
-    case = adapter.case(loss="cispo", aggregation="token_mean", **adapter.shorts[0])
-    plain, found = adapter.corrected(case, own)
-    assert found == pytest.approx(plain * factor, rel=1e-5, abs=1e-9) and plain != 0  # float32
+    case = RowCase(loss="cispo", aggregation="token_mean", **adapter.shorts[0])
+    plain, found = adapter.run(case, adapter.step(case)), adapter.run(case, adapter.below(case), own=own, **adapter.of_sampler)
+    assert found.loss == pytest.approx(plain.loss * factor, rel=1e-5, abs=1e-9) and plain.loss != 0  # float32
+
+
+@pytest.mark.parametrize(
+    ("adapter", "settings", "bound"),
+    [
+        pytest.param(ADAPTERS["verl"], {}, math.inf, id="verl"),
+        pytest.param(ADAPTERS["nemo_rl"], WEIGHED, math.inf, id="nemo_rl"),
+        pytest.param(ADAPTERS["nemo_rl"], TRUNCATED, 1.05, id="nemo_rl, truncated"),
+        pytest.param(ADAPTERS["roll"], {}, math.inf, id="roll"),
+        pytest.param(ADAPTERS["skyrl"], skyrl_cases.correction(2.0), 2.0, id="skyrl"),
+        pytest.param(ADAPTERS["skyrl"], skyrl_cases.correction(1.05), 1.05, id="skyrl, truncated"),
+    ],
+    indirect=["adapter"],
+)
+def test_the_hosts_own_weights_multiply_the_loss_of_each_token(adapter, settings, bound):
+    """min(exp(old - sampled), bound), with another gap for each token."""
+    case, numbers = RowCase(loss="cispo", aggregation="token_mean", **adapter.shorts[0]), random.Random(0)
+    samples, log_probs = samples_of(case)
+    gaps = [[numbers.uniform(-0.2, 0.2) for _ in sample.loss_mask] for sample in samples]
+    sampled = [
+        [old - gap for old, gap in zip(sample.old_log_probs, of_sample, strict=True)]
+        for sample, of_sample in zip(samples, gaps, strict=True)
+    ]
+    samples = [replace(sample, rollout_log_probs=values) for sample, values in zip(samples, sampled, strict=True)]
+    step = adapter.step(case, samples, log_probs)
+    if adapter.name == "roll":
+        step.columns["train_infer_is_weight"] = (step.columns["old_log_probs"] - step.columns["infer_logprobs"]).exp()
+    found = adapter.run(case, step, **settings)
+    factors = [[min(math.exp(gap), bound) for gap in of_sample] for of_sample in gaps]
+    assert largest_error(found, *adapter.truth(case, step, factors)) <= TOLERANCE
+
+
+NEMO_KL, ROLL_KL = {"reference_policy_kl_penalty": 0.1}, {"use_kl_loss": True, "kl_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "prompt_mean"])
+@pytest.mark.parametrize(
+    ("adapter", "settings", "estimator"),
+    [
+        (ADAPTERS["nemo_rl"], NEMO_KL, "k3"),
+        (ADAPTERS["nemo_rl"], NEMO_KL | {"megatron_rl_kl_estimator": "k2"}, "k2"),
+        (ADAPTERS["nemo_rl"], NEMO_KL | {"megatron_rl_kl_estimator": "unbiased"}, "unbiased"),
+        (ADAPTERS["roll"], ROLL_KL, "k3"),
+        (ADAPTERS["roll"], ROLL_KL | {"MEGATRON_RL_KL_ESTIMATOR": "k2"}, "k2"),
+    ],
+    indirect=["adapter"],
+)
+def test_kl_is_a_mean_over_samples_and_nemo_rls_own_over_tokens(adapter, settings, estimator, aggregation):
+    case = RowCase(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=3 - adapter.num_ranks // 2, packing=EACH_SEQUENCE)
+    step = adapter.step(case)
+    plain, found = (adapter.run(case, step, **given) for given in ({}, settings))
+    check_kl(plain, found, step, estimator, is_over_tokens=settings == NEMO_KL)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "settings", "placeholder"),
+    [
+        (ADAPTERS["nemo_rl"], {"force_on_policy_ratio": True}, {"prev_logprobs": -50.0}),
+        (ADAPTERS["roll"], {"enable_old_logprobs_recompute": False}, {"old_log_probs": 0}),
+    ],
+    indirect=["adapter"],
+)
+def test_without_old_log_probs_the_ratio_is_one(adapter, settings, placeholder):
+    case = RowCase(loss="grpo", aggregation="sample_mean")
+    step = adapter.step(case)
+    for name, value in placeholder.items():
+        step.columns[name] = torch.full(step.columns[name].shape, value)
+    found = adapter.run(case, step, **settings)
+    by_hand = [-sample.advantage * bool(sum(sample.loss_mask)) / len(step.samples) for sample in step.samples]
+    assert found.loss == pytest.approx(sum(by_hand), abs=1e-6)
+    assert found.metrics[0].get("actor/policykl@mean", 0.0) == pytest.approx(0.0, abs=1e-6)
+
+
+def rows_of(table: dict[Callable, list[dict]]) -> list[tuple[Callable, dict]]:
+    return [(launch, settings) for launch, rows in table.items() for settings in rows]
+
+
+@pytest.mark.parametrize(("launch", "settings"), rows_of(adapter_launches.REFUSED))
+def test_a_launch_or_a_call_is_refused_with_the_text_of_the_table(launch, settings):
+    with names_forgotten():
+        for registry in (AGGREGATIONS, POLICY_LOSSES):
+            for name in registry.names():
+                if not registry.is_built_in(name):  # of another test: a message lists what there is
+                    del registry[name]
+        kind, text = refused.message_of(launch, settings)
+    assert re.sub(r"\n *", " ", f"{kind}: {text}") in MESSAGES
+
+
+@pytest.mark.parametrize(("launch", "settings"), rows_of(adapter_launches.TAKEN))
+def test_a_launch_beside_a_refused_one_is_taken(launch, settings):
+    launch(**settings)
+
+
+@pytest.mark.parametrize(("launch", "settings", "fields"), adapter_launches.READ)
+def test_settings_are_read_by_the_hosts_names(launch, settings, fields):
+    config = launch(**settings).config
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 # Roll's loss runs on ranks of processes.
@@ -139,10 +243,10 @@ def test_the_loss_multiplies_its_weights_by_its_stage(adapter, monkeypatch):
         if name.startswith("megatron_rl.hosts.") and "loss_of_rows" in vars(module):
             monkeypatch.setattr(module, "loss_of_rows", watched)
     layout = {name: value for name, value in adapter.other.items() if name != "cp"}
-    case = adapter.case(loss="grpo", aggregation="sample_mean", **layout)
+    case = RowCase(loss="grpo", aggregation="sample_mean", **layout)
     step, (micro_batches, *_) = adapter.step(case), list(case.micro_batches())
     adapter.run(case, step)
-    num_tokens = sum(sum(sample.loss_mask) for sample in step[0])
+    num_tokens = sum(sum(sample.loss_mask) for sample in step.samples)
     sizes = {"dp": case.dp, "cp": 1, "M": len(micro_batches), "T": num_tokens}
     of_samples, _ = adapter.module.stages(Formula(), get_loss_aggregation("sample_mean"), per_token=False)
     factor = math.prod((formula for _, formula, _ in of_samples), start=Formula())
@@ -155,7 +259,7 @@ def test_the_loss_multiplies_its_weights_by_its_stage(adapter, monkeypatch):
 @of_each_host
 def test_two_trainers_of_a_process_say_one_line_each(adapter, capsys):
     """At the first of several micro-batches."""
-    case = adapter.case(loss="gspo", aggregation="sample_mean", **adapter.shorts[0] | {"dp": 1})
+    case = RowCase(loss="gspo", aggregation="sample_mean", **adapter.shorts[0] | {"dp": 1})
     for number in (1, 2):
         adapter.run(case, adapter.step(case))
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron_rl: ")]
@@ -165,7 +269,7 @@ def test_two_trainers_of_a_process_say_one_line_each(adapter, capsys):
 
 @of_each_host
 def test_metrics_have_the_hosts_names(adapter):
-    case = adapter.case(loss="grpo", aggregation="token_mean", **adapter.shorts[0])
+    case = RowCase(loss="grpo", aggregation="token_mean", **adapter.shorts[0])
     assert adapter.run(case, adapter.step(case), **adapter.terms).metrics[0].keys() == adapter.metrics
 
 

@@ -15,6 +15,7 @@ import pytest
 import roll_cases
 import torch
 import trainer_cases
+from dense_row_cases import RowCase
 from helpers import CLIP, KERNEL_DEVICE, Batch
 from host_steps import Case, host_batch, host_logits, never
 from simulated_cuda import simulated_cuda
@@ -298,15 +299,15 @@ def test_the_host_reads_the_logits_again_under_allgather_cp(cp_size, allgather_c
 @pytest.mark.parametrize("packing", ["rows", "a call a sequence"])
 def test_roll_gets_one_read_of_rows_and_not_of_packed_sequences(packing, monkeypatch):
     """Packed sequences share one memory, which none may write over."""
-    case = roll_cases.Case(loss="grpo", aggregation="token_mean", sizes=(3, 5), num_samples=8, packing=packing)
-    step, settings = roll_cases.make_step(case), roll_cases.settings_of(case)
+    case = RowCase(loss="grpo", aggregation="token_mean", sizes=(3, 5), num_samples=8, packing=packing)
+    step = roll_cases.ADAPTER.step(case)
     monkeypatch.setattr("megatron_rl.policy_loss.inputs.resolve_backend", lambda *given: Backend.TRITON)
     with small() as launches:
-        wanted = roll_cases.run_step(case, step, settings)
+        wanted = roll_cases.ADAPTER.run(case, step)
         assert not {"one_read_kernel", "rescale_kernel"} & {*launches}
         launches.clear()
         monkeypatch.setattr(roll_loss, "resolve_backend", lambda *given: Backend.TRITON)
-        found = roll_cases.run_step(case, step, settings)
+        found = roll_cases.ADAPTER.run(case, step)
     assert launches.count("one_read_kernel") == launches.count("rescale_kernel") == (2 if packing == "rows" else 0)
     assert found.loss == wanted.loss and all(map(torch.equal, found.gradients, wanted.gradients))
 

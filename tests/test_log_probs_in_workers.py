@@ -18,6 +18,7 @@ import roll_cases
 import skyrl_cases
 import torch
 import torch.distributed as dist
+from dense_row_cases import PACKINGS
 from forked import in_fork
 from host_checkouts import NEMO_RL, SKYRL
 from linear_cases import relative
@@ -201,8 +202,9 @@ def nemo_rls_own_loss(rank: int) -> None:
         seen.append(carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl_head.FUSED_HEAD).transpose(0, 1))
         return seen[-1]
 
-    chosen = [case for case in nemo_rl_cases.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
-    chosen = [case for case in chosen if group.size() == 1 or case.packing != "rows"]
+    adapter = nemo_rl_cases.ADAPTER
+    chosen = [case for case in adapter.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
+    chosen = [case for case in chosen if group.size() == 1 or case.packing != PACKINGS[0]]
 
     def results(output_of):
         own, call = load_nemo_rl(group, output_of, TEMPERATURE)
@@ -210,8 +212,9 @@ def nemo_rls_own_loss(rank: int) -> None:
         for case in chosen:
             leaf.grad = None
             loss = own({"reference_policy_kl_penalty": 0.1, "ratio_clip_min": 0.2, "ratio_clip_max": 0.28})
-            step = nemo_rl_cases.run_step(case, nemo_rl_cases.make_step(case), loss, call=call, cp_group=group)
-            found.append((step.loss, [torch.cat(step.gradients), leaf.grad]))
+            step = adapter.step(case)
+            result = adapter.run(case, step, call=adapter.by(call, loss, case, step), cp_group=group)
+            found.append((result.loss, [torch.cat(result.gradients), leaf.grad]))
         return found
 
     theirs = results(by_logits)
@@ -221,7 +224,7 @@ def nemo_rls_own_loss(rank: int) -> None:
     module = NEMO_RL.load("nemo_rl.distributed.model_utils")
     assert hasattr(module.DistributedLogprob, log_probs.MARK)
     assert not hasattr(module.DistributedLogprobWithSampling, log_probs.MARK)  # of a filter of the sampler
-    assert seen and {case.packing for case in chosen} == set(nemo_rl_cases.PACKINGS[group.size() > 1 :])
+    assert seen and {case.packing for case in chosen} == set(PACKINGS[group.size() > 1 :])
     for (their_loss, their_gradients), *found in zip(theirs, ours, of_head, strict=True):
         for loss, gradients in found:
             assert loss == pytest.approx(their_loss, rel=OF_GRADIENTS)

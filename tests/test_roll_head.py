@@ -18,10 +18,11 @@ import own_log_probs
 import pytest
 import roll_cases as cases
 import torch
-from dense_row_cases import VOCABULARY
+from adapter_cases import Step
+from dense_row_cases import VOCABULARY, RowCase
 from host_checkouts import ROLL
 from linear_cases import relative
-from roll_cases import Case, Data
+from roll_cases import ADAPTER, Data
 from test_carried_rows import Body
 from test_forward_step import SeenShapes
 from test_host_log_probs import HIDDEN
@@ -87,7 +88,7 @@ def model_of(hook, *, is_sequence_parallel: bool = False) -> Body:
 class Strategy(cases.Strategy):
     """Its logits are a model's, in training and where log-probabilities are measured."""
 
-    def __init__(self, case: Case, step: cases.Step, forward_step, model: Body):
+    def __init__(self, case: RowCase, step: Step, forward_step, model: Body):
         super().__init__(case, step, None, forward_step)
         self.models_unwrapped = [model]
 
@@ -95,10 +96,10 @@ class Strategy(cases.Strategy):
         return self.models_unwrapped[0](self._get_feature_on_this_cp_rank(data.batch["input_ids"]))
 
 
-def step_of(case: Case, model: Body, forward_step, *, is_fused: bool):
+def step_of(case: RowCase, model: Body, forward_step, *, is_fused: bool):
     """(loss of this rank's metrics, gradients, most rows of a tensor as wide as the logits)."""
-    step = cases.make_step(case)
-    launch, is_on_policy = cases.settings_of(case, **TERMS, **(OURS if is_fused else {}))
+    step = ADAPTER.step(case)
+    launch, is_on_policy = ADAPTER.settings(case, **TERMS, **(OURS if is_fused else {}))
     launch = replace(launch, config=replace(launch.config, max_logits_bytes=SMALL))
     strategy = Strategy(case, step, forward_step, model)
     if is_fused:
@@ -114,7 +115,7 @@ def step_of(case: Case, model: Body, forward_step, *, is_fused: bool):
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}, rows
 
 
-def steps_on_a_rank(rank: int, case: Case, is_sequence_parallel: bool, is_rolls: bool):
+def steps_on_a_rank(rank: int, case: RowCase, is_sequence_parallel: bool, is_rolls: bool):
     hook, forward_step = mca_lora_logits_postprocess_hook, cases.emulated_forward_step
     if is_rolls:
         hook, forward_step = rolls_own_hook(), roll_forward_step
@@ -131,7 +132,7 @@ def steps_on_a_rank(rank: int, case: Case, is_sequence_parallel: bool, is_rolls:
 )
 def test_a_step_is_that_of_logits_and_makes_none(loss, is_rolls, layout):
     """tp with sequence parallelism, cp, KL and entropy terms, chunks of a few rows; ROLL's own forward step and hook."""
-    case = Case(loss=loss, aggregation="prompt_mean", **layout)
+    case = RowCase(loss=loss, aggregation="prompt_mean", **layout)
     options = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp, "timeout": 300}
     work = partial(steps_on_a_rank, case=case, is_sequence_parallel=case.tp > 1, is_rolls=is_rolls)
     for of_logits, of_hidden in run_ranks(work, case.tp * case.cp, **options):
@@ -228,10 +229,10 @@ def hooks_on_a_rank(rank: int):
     for has_gradients in (True, False):  # without place it would be given CarriedRows
         with torch.set_grad_enabled(has_gradients), pytest.raises(ConfigError, match="`view_as`"):
             left(tokens)
-    case = Case(loss="grpo", aggregation="token_mean")
-    step = cases.make_step(case)
+    case = RowCase(loss="grpo", aggregation="token_mean")
+    step = ADAPTER.step(case)
     strategy = Strategy(case, step, cases.emulated_forward_step, left)
-    launch, is_on_policy = cases.settings_of(case, **OURS)
+    launch, is_on_policy = ADAPTER.settings(case, **OURS)
     loss = RollLoss(launch, strategy, is_on_policy=is_on_policy)
     # What a host's function of autograd may make of CarriedRows.
     strategy.logits = lambda data: torch.zeros(*data.batch["input_ids"].shape, HIDDEN)

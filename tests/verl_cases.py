@@ -1,6 +1,7 @@
-"""One optimiser step through verl's loss call: micro-batches as its engines make them, the factors of the engine, a float64 truth.
+"""verl: its batch, its config and its call of a loss, emulated.
 
-The call is `emulated_ppo_loss`, or verl's own ppo_loss. The mini-batch is counted as one rank's, because ranks are a loop here.
+Its engines divide one number each in another way, and come to the same: Megatron multiplies by M c / M and averages over D c ranks;
+per token it multiplies by R / D and divides by the R tokens that the model was given; FSDP averages over D ranks.
 """
 
 from __future__ import annotations
@@ -12,30 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dense_row_cases import (
-    AGGREGATIONS,
-    LAYOUTS,
-    ROLLOUT_AGGREGATIONS,
-    ROLLOUT_LAYOUTS,
-    Result,
-    RowCase,
-    gradients_of,
-    own_part,
-    padded,
-    rollouts_of,
-)
+from adapter_cases import Adapter, Call, Step, advantages_of, old_of, put, responses, sampled_of
+from dense_row_cases import RowCase, rollouts_of
 from torch import Tensor
 
+from megatron_rl.count import StepTotals
 from megatron_rl.hosts import verl, verl_loss, verl_step
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.testing.layout_step import StepSample
-from megatron_rl.testing.reference import CLIPS, DIVISOR
-from megatron_rl.weights import get_loss_aggregation
-
-ENGINES = ("megatron", "megatron per token", "fsdp")
-# What each engine's ppo_loss hands over beside the rows.
-Call = Callable[[Any, Mapping[str, Tensor], "Batch"], tuple[Tensor, dict]]
 
 
 class Batch(dict):
@@ -52,7 +38,7 @@ class Batch(dict):
 class ActorConfig:
     """verl's actor config, as far as a loss reads it: attributes, and `get`."""
 
-    policy_loss: dict
+    policy_loss: dict = field(default_factory=dict)
     clip_ratio: float = 0.2
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
@@ -66,71 +52,6 @@ class ActorConfig:
 
     def get(self, name: str, default: object = None) -> Any:
         return getattr(self, name, default)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case(RowCase):
-    engine: str = "megatron"
-
-    @property
-    def mode(self) -> str:
-        return f"megatron_rl.{self.loss}.{self.aggregation}"
-
-    def __str__(self) -> str:
-        return f"{RowCase.__str__(self)} {self.engine}"
-
-
-def matrix(losses: Sequence[str]) -> list[Case]:
-    """FSDP has no context parallelism here: its sequence parallelism gathers log-probabilities by an autograd function.
-
-    row_mean differs from sample_mean in rollouts of several rows alone, and has them."""
-    return [
-        Case(loss=loss, aggregation=aggregation, engine=engine, has_rollouts=aggregation == "row_mean", **layout)
-        for loss in losses
-        for aggregation in (*AGGREGATIONS, "row_mean")
-        for engine in ENGINES
-        for layout in LAYOUTS
-        if not (engine == "fsdp" and "cp" in layout)
-    ]
-
-
-def rollout_matrix() -> list[Case]:
-    rows = [("grpo", one, layout) for one in ROLLOUT_AGGREGATIONS for layout in ROLLOUT_LAYOUTS]
-    rows += [(loss, "sample_mean", ROLLOUT_LAYOUTS[2]) for loss in ("gspo", "cispo", "dro")]
-    return [Case(loss=loss, aggregation=one, has_rollouts=True, **layout) for loss, one, layout in rows]
-
-
-def actor_settings(case: Case) -> dict[str, Any]:
-    """What a launch line sets of the actor."""
-    clip = CLIPS[case.loss]
-    clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    takes_divisor = get_loss_aggregation(case.aggregation).takes_divisor
-    return clips | ({"loss_scale_factor": DIVISOR} if takes_divisor else {})
-
-
-def emulated_config(case: Case) -> ActorConfig:
-    return ActorConfig(policy_loss={"loss_mode": case.mode}, **actor_settings(case))
-
-
-def emulated_ppo_loss(config: ActorConfig, model_output: Mapping[str, Tensor], data: Batch) -> tuple[Tensor, dict]:
-    """The contract of verl's ppo_loss: responses cut out of the packed rows, the step's counts in the config, all by keyword."""
-    response, width = data["response_lens"], data["responses"].shape[1]
-    ends = (data["prompt_lens"] + response).cumsum(0)
-    values = model_output["log_probs"]
-    cut = [values[end - length - 1 : end - 1] for end, length in zip(ends.tolist(), response.tolist(), strict=True)]
-    info = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
-    config.global_batch_info |= info | {"loss_scale_factor": config.loss_scale_factor}
-    function = verl_tables().get(config.policy_loss["loss_mode"])
-    assert function is not None, f"{config.policy_loss['loss_mode']} is not registered"
-    return function(
-        old_log_prob=data["old_log_probs"],
-        log_prob=torch.stack([torch.nn.functional.pad(part, (0, width - part.numel())) for part in cut]),
-        advantages=data["advantages"],
-        response_mask=data["response_mask"].to(bool),
-        loss_agg_mode=config.loss_agg_mode,
-        config=config,
-        rollout_is_weights=data.get("rollout_is_weights", None),
-    )
 
 
 def emulated_tables() -> SimpleNamespace:
@@ -150,21 +71,6 @@ def emulated_tables() -> SimpleNamespace:
     return tables
 
 
-def whole_config(**changes: Any) -> dict[str, Any]:
-    """verl's whole config, as far as it is read in the driver. changes: dotted names with __ for a dot."""
-    config: dict[str, Any] = {
-        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 256, "policy_loss": {}}, "rollout": {"name": "vllm"}},
-        "data": {"train_batch_size": 256},
-    }
-    for name, value in changes.items():
-        *outer, last = name.split("__")
-        section = config
-        for part in outer:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return config
-
-
 @functools.cache
 def filled_tables() -> SimpleNamespace:
     tables = emulated_tables()
@@ -172,112 +78,111 @@ def filled_tables() -> SimpleNamespace:
     return tables
 
 
-def verl_tables() -> dict[str, Callable]:
-    return filled_tables().POLICY_LOSS_REGISTRY
-
-
-def given_advantages(samples: Sequence[StepSample]) -> Tensor:  # [S, R]
-    width = max(len(sample.loss_mask) for sample in samples)
-    return torch.tensor([sample.advantage for sample in samples])[:, None] * padded([sample.loss_mask for sample in samples], width)
-
-
-def count(case: Case, samples: Sequence[StepSample], config: Any) -> Callable[[Sequence[int]], RowCounts]:
-    """The counts of some rows, of the mini-batch as verl's worker has it. Prompts of one size are not asked for."""
-    width = max(len(sample.loss_mask) for sample in samples)
-    data = {"response_mask": padded([sample.loss_mask for sample in samples], width)}
-    data["uid"] = [str(sample.prompt_id) for sample in samples]
-    if case.has_rollouts:
-        data["session_id"] = rollouts_of(samples)
-    launch = verl.read(config)
-    launch = replace(launch, config=replace(launch.config, allow_partial_prompt_groups=True))
-    totals, counts = verl_step.count_mini_batch(launch, data, SINGLE, None)
-    return lambda chosen: verl_step.rows_of(launch, totals, counts[list(chosen)])
-
-
-def uncut_weights(log_ratio: Tensor, mask: Tensor) -> Tensor:  # [S, R] each: old - sampled
-    """verl's rollout_is=token, with a threshold that cuts nothing."""
-    return log_ratio.clamp(-20, 20).exp() * mask
-
-
-def run_step(
-    case: Case,
-    samples: Sequence[StepSample],
-    log_probs: Sequence[Tensor],
-    advantages: Tensor,  # [S, R]
-    ppo_loss: Call,
-    config: Any,
-    poison: float | None = None,  # in masked positions
-    weights_of: Callable[[Tensor, Tensor], Tensor] = uncut_weights,
-) -> Result:
-    """The gradient that the optimiser gets, and the sum of the reported losses over ranks and micro-batches."""
-    leaves = [values.float().requires_grad_() for values in log_probs]
-    rows_of, run = count(case, samples, config), verl_loss.RUNS.of(config)
-    routed = sum(len(sample.tokens) for sample in samples)
-    total, counted, metrics = 0.0, 0, []
-    for micro_batches in case.micro_batches():
-        for chosen in micro_batches:
-            for cp_rank in range(case.cp):
-                data, model_output = micro_batch(samples, leaves, advantages, chosen, cp_rank, case.cp, poison, weights_of)
-                data |= {"dp_size": case.dp, "batch_num_tokens": None, "global_batch_size": None}
-                run.rows = rows_of(chosen)
-                loss, log = ppo_loss(config, model_output, data)
-                metrics.append(log)
-                tokens_here = sum(len(samples[index].tokens) for index in chosen)
-                if case.engine == "megatron":  # x M; Megatron: x c / M; DDP: mean over dp x cp
-                    scaled = loss * len(micro_batches) * case.cp / len(micro_batches) / (case.dp * case.cp)
-                elif case.engine == "megatron per token":  # x R / D; sums; the division by counted tokens comes last
-                    scaled = loss * routed / case.dp
-                    counted += tokens_here // case.cp
-                else:
-                    scaled = loss / case.dp
-                scaled.backward()
-                total += float(loss.detach()) / case.dp if cp_rank == 0 else 0.0
-    divisor = counted if case.engine == "megatron per token" else 1
-    return Result(total, [gradient / divisor for gradient in gradients_of(leaves)], metrics)
-
-
-def micro_batch(
-    samples: Sequence[StepSample],
-    leaves: Sequence[Tensor],
-    advantages: Tensor,
-    chosen: Sequence[int],
-    cp_rank: int,
-    cp_size: int,
-    poison: float | None,
-    weights_of: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[Batch, dict[str, Tensor]]:
-    """Right-padded rows, and the model's packed log-probabilities: each cp rank has all of them, and the gradient of its own."""
-    rows = [samples[index] for index in chosen]
-    width = max(len(sample.loss_mask) for sample in rows)
-    packed = []
-    for index, sample in zip(chosen, rows, strict=True):
-        prompt = len(sample.tokens) - len(sample.loss_mask)
-        values = torch.cat([torch.zeros(prompt - 1), leaves[index], torch.zeros(1)])  # row p predicts token p + 1
-        packed.append(own_part(values, cp_rank, cp_size))
-    mask = padded([sample.loss_mask for sample in rows], width)
-    old = padded([sample.old_log_probs or [] for sample in rows], width)
-    prompts = [len(sample.tokens) - len(sample.loss_mask) for sample in rows]
-    given = advantages[list(chosen), :width]
-    if poison is not None:
-        old, given = (torch.where(mask.bool(), values, poison) for values in (old, given))
-        kept = [torch.nn.functional.pad(mask[row, : len(s.loss_mask)], (prompts[row] - 1, 1)) for row, s in enumerate(rows)]
-        packed = [torch.where(keep.bool(), values, poison) for keep, values in zip(kept, packed, strict=True)]
-    longest = max(prompts)
-    attention = [[0] * (longest - p) + [1] * p for p in prompts]
-    attention = [
-        [*left, *[1] * len(s.loss_mask), *[0] * (width - len(s.loss_mask))] for left, s in zip(attention, rows, strict=True)
-    ]
-    data = Batch(
-        prompts=torch.zeros(len(rows), longest, dtype=torch.int64),
-        responses=torch.zeros(len(rows), width, dtype=torch.int64),
-        attention_mask=torch.tensor(attention),
-        prompt_lens=torch.tensor(prompts),
-        response_lens=torch.tensor([len(sample.loss_mask) for sample in rows]),
-        response_mask=mask,
-        old_log_probs=old,
-        advantages=given,
+def emulated_ppo_loss(config: ActorConfig, rows: Sequence[Tensor], data: Batch) -> tuple[Tensor, dict]:
+    """The contract of verl's ppo_loss: responses cut out of the rows, the step's counts in the config, all by keyword."""
+    info = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
+    config.global_batch_info |= info | {"loss_scale_factor": config.loss_scale_factor}
+    return filled_tables().POLICY_LOSS_REGISTRY[config.policy_loss["loss_mode"]](
+        old_log_prob=data["old_log_probs"],
+        log_prob=responses(data, rows, data["responses"].shape[1]),
+        advantages=data["advantages"],
+        response_mask=data["response_mask"].to(bool),
+        loss_agg_mode=config.loss_agg_mode,
+        config=config,
+        rollout_is_weights=data.get("rollout_is_weights", None),
     )
-    if all(sample.rollout_log_probs for sample in rows):
-        ratios = old - padded([sample.rollout_log_probs or [] for sample in rows], width)
-        data["rollout_is_weights"] = weights_of(ratios, mask)
-    return data, {"log_probs": torch.cat(packed)}
+
+
+def whole_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's whole config, as far as it is read in the driver. settings: by dotted names."""
+    sizes = {f"{verl.ACTOR}{verl.MINI_BATCH}": 256, verl.BATCH: 256}
+    return put({}, {verl.LOSS_MODE: "megatron_rl.grpo.token_mean", f"{verl.ROLLOUT}name": "vllm", **sizes, **settings})
+
+
+def plain_rows(mask: Tensor) -> RowCounts:
+    """Of a mini-batch of 8 rows with 10 tokens of 8 prompts, each a rollout."""
+    tokens = mask.sum(-1).long()
+    return RowCounts(StepTotals(num_samples=8, num_prompts=8, num_tokens=10), tokens, tokens, None)
+
+
+EACH = object()
+
+
+def one_call(
+    mode: str = "megatron_rl.grpo.token_mean", *, rows: Any = EACH, dp_size: int | None = 2, config: Any = None, **changes: Any
+) -> tuple[Tensor, dict, Tensor]:
+    """(loss, metrics, gradient) of two samples of three tokens. The rows are as many as the mask's; `changes` replace arguments."""
+    config = config or ActorConfig()
+    config.policy_loss["loss_mode"] = mode
+    config.global_batch_info = {"dp_size": dp_size}
+    mask = changes.get("response_mask", torch.ones(2, 3, dtype=torch.bool))
+    verl_loss.RUNS.of(config).rows = plain_rows(mask) if rows is EACH else rows
+    given = {
+        "old_log_prob": torch.full(mask.shape, -1.1),
+        "log_prob": torch.full(mask.shape, -1.0, requires_grad=True),
+        "advantages": torch.linspace(1.0, -0.5, mask.shape[0])[:, None].expand(mask.shape),
+        "response_mask": mask,
+        "loss_agg_mode": config.loss_agg_mode,
+        "config": config,
+    }
+    given |= changes
+    loss, metrics = filled_tables().POLICY_LOSS_REGISTRY[mode](**given)
+    return loss.detach(), metrics, torch.autograd.grad(loss, given["log_prob"])[0]
+
+
+def mode_of(case: RowCase) -> str:
+    return f"megatron_rl.{case.loss}.{case.aggregation}"
+
+
+class Verl(Adapter):
+    name = "verl"
+    metrics = frozenset({"actor/pg_clipfrac", "actor/ppo_kl"})
+    numbers = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_scale_factor")
+
+    def matrix(self, losses):
+        """row_mean differs from sample_mean in rollouts of several rows only, and has them."""
+        return [replace(case, has_rollouts=case.aggregation == "row_mean") for case in super().matrix(losses)]
+
+    def columns(self, case: RowCase, samples: Sequence[StepSample]) -> dict[str, Tensor]:
+        mask, old = self.place(samples, [sample.loss_mask for sample in samples]), self.place(samples, old_of(samples))
+        lengths = torch.tensor([len(sample.loss_mask) for sample in samples])
+        prompts = torch.tensor([len(sample.tokens) for sample in samples]) - lengths
+        widths = int(prompts.max()), mask.shape[1]
+        is_prompt = torch.arange(widths[0]) >= widths[0] - prompts[:, None]  # on the left of verl's padding
+        columns = {
+            "prompts": torch.zeros(len(samples), widths[0]).long(),
+            "responses": torch.zeros(len(samples), widths[1]).long(),
+            "attention_mask": torch.cat([is_prompt, torch.arange(widths[1]) < lengths[:, None]], 1).long(),
+            "response_mask": mask,
+            "old_log_probs": old,
+            "advantages": advantages_of(samples) * mask,
+        }
+        if all(sample.rollout_log_probs for sample in samples):  # rollout_is=token, with a threshold that cuts nothing
+            columns["rollout_is_weights"] = (old - self.place(samples, sampled_of(samples))).clamp(-20, 20).exp() * mask
+        return columns
+
+    def start(self, case, step, own, **settings):
+        config = ActorConfig(policy_loss={"loss_mode": mode_of(case), **own, **settings}, **self.given_numbers(case))
+        return self.by(emulated_ppo_loss, config, case, step)
+
+    def by(self, ppo_loss: Callable[..., tuple[Tensor, dict]], config: Any, case: RowCase, step: Step) -> Call:
+        """Calls of this ppo_loss. The mini-batch is counted as one rank's, because ranks are a loop; prompts of one size are not
+        asked for."""
+        data = {"response_mask": step.columns["response_mask"], "uid": [str(sample.prompt_id) for sample in step.samples]}
+        if case.has_rollouts:
+            data["session_id"] = rollouts_of(step.samples)
+        launch = verl.read(config)
+        launch = replace(launch, config=replace(launch.config, allow_partial_prompt_groups=True))
+        totals, counts = verl_step.count_mini_batch(launch, data, SINGLE, None)
+
+        def call(data: dict[str, Tensor], rows: list[Tensor], num_microbatches: int) -> tuple[Tensor, dict]:
+            verl_loss.RUNS.of(config).rows = verl_step.rows_of(launch, totals, counts[data["number"]])
+            return ppo_loss(config, rows, Batch(data, dp_size=case.dp, batch_num_tokens=None, global_batch_size=None))
+
+        return call
+
+    def factor(self, case, num_microbatches):
+        return 1 / case.dp
+
+
+ADAPTER = Verl()
