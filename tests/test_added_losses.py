@@ -29,18 +29,8 @@ pool = pool_of(1)
 # The table
 
 
-def attaching_functions_of(root: Path) -> set[str]:
-    """Autograd Functions of the source below that attach a loss, by their names: they have a set_loss_scale, or their backward
-    makes a gradient that no later node gave."""
-    found: set[str] = set()
-    for path in root.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if "set_loss_scale" in text or "ones_like" in text or "main_loss" in text:
-            found |= {one.name for one in ast.walk(ast.parse(text)) if isinstance(one, ast.ClassDef) and attaches(one)}
-    return found
-
-
 def attaches(one: ast.ClassDef) -> bool:
+    """Whether it has a set_loss_scale, or is an autograd Function whose backward makes a gradient that no later node gave."""
     methods = {line.name: line for line in one.body if isinstance(line, ast.FunctionDef)}
     is_function = any(ast.unparse(base).split(".")[-1] == "Function" for base in one.bases)
     made = ast.unparse(methods["backward"]) if is_function and "backward" in methods else ""
@@ -51,7 +41,10 @@ def attaches(one: ast.ClassDef) -> bool:
 def test_every_function_of_megatron_that_attaches_a_loss_is_in_the_table():
     """A release that brings another one turns this red: its loss would be scaled by something that no page names."""
     [root] = find_spec("megatron.core").submodule_search_locations
-    found = attaching_functions_of(Path(root))
+    texts = [path.read_text(encoding="utf-8") for path in Path(root).rglob("*.py")]
+    trees = [ast.parse(text) for text in texts if re.search("set_loss_scale|ones_like|main_loss", text)]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = {one.name for one in classes if attaches(one)}
     assert {"MoEAuxLossAutoScaler", "MTPLossAutoScaler"} <= found <= {*SCALERS}
 
 
@@ -144,8 +137,9 @@ def test_what_the_installed_schedule_makes_of_the_loss_of_the_indexer(pool):
     assert found == pytest.approx([1, 1, 4] if is_scaled else [1, 4, 4])
 
 
-def contract_on_rank(rank: int) -> list[str]:
-    from megatron_rl.megatron.model import transformer_config
+def refusals_on_rank(rank: int) -> list[str]:
+    """Of the forward step for models with an indexer, and of a model that cannot be built here."""
+    from megatron_rl.megatron.model import build_gpt_model, transformer_config
 
     answers = []
     for is_per_token, coefficient in ((False, 0.01), (True, 0.01), (False, 0.0)):
@@ -154,30 +148,20 @@ def contract_on_rank(rank: int) -> list[str]:
         answers.append("".join(contract_problems(config_of("grpo", "token_mean"), config)))
     vars(config).update(hybrid_context_parallel=True, expert_model_parallel_size=2)
     answers.append("".join(contract_problems(config_of("grpo", "token_mean"), config)))
-    return answers
-
-
-@megatron
-def test_the_forward_step_refuses_an_indexer_under_both_contracts(pool):
-    default, of_tokens, switched_off, hybrid = pool.run(contract_on_rank, world_size=1)[0]
-    assert all("dsa_indexer_loss_coeff=0.01: the loss of the sparse-attention" in said for said in (default, of_tokens))
-    assert switched_off == "" and "with expert_model_parallel_size=2: these ranks would run different" in hybrid
-
-
-def indexer_on_rank(rank: int) -> str:
-    from megatron_rl.megatron.model import build_gpt_model, transformer_config
-
     latent = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
     of_indexer = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4, "dsa_indexer_loss_coeff": 0.0}
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
     config = transformer_config(**sizes, **latent, **of_indexer, experimental_attention_variant="dsa")
-    return error_of(lambda: build_gpt_model(config, vocab_size=8, max_sequence_length=8))
+    return [*answers, error_of(lambda: build_gpt_model(config, vocab_size=8, max_sequence_length=8))]
 
 
 @megatron
-def test_layers_with_an_indexer_are_refused_because_they_cannot_be_built_here(pool):
-    """Their activations are turned by a CUDA package. Without the refusal plain layers would be built."""
-    assert "experimental_attention_variant='dsa': build_gpt_model has no such layers" in pool.run(indexer_on_rank, world_size=1)[0]
+def test_an_indexer_is_refused_under_both_contracts_and_where_it_cannot_be_built(pool):
+    """Its activations are turned by a CUDA package. Without the refusal plain layers would be built."""
+    default, of_tokens, switched_off, hybrid, built = pool.run(refusals_on_rank, world_size=1)[0]
+    assert all("dsa_indexer_loss_coeff=0.01: the loss of the sparse-attention" in said for said in (default, of_tokens))
+    assert switched_off == "" and "with expert_model_parallel_size=2: these ranks would run different" in hybrid
+    assert "experimental_attention_variant='dsa': build_gpt_model has no such layers" in built
 
 
 @megatron
