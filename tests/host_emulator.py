@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
-from helpers import set_global_args, zigzag
+from helpers import counted_collectives, set_global_args, zigzag
 from host_harness import RealHost, exact_cross_entropy
 from host_steps import REWARDS, Case, Sample, host_batch, host_logits, micro_batches
 from launch_settings import RolloutSample
@@ -147,8 +147,12 @@ class EmulatedHost:
         if args.custom_pg_loss_reducer_function_path is not None:
             factory = load_function(args.custom_pg_loss_reducer_function_path)
             lengths = batch["total_lengths"], batch["response_lengths"]
-            reduce = factory(*lengths, batch["loss_masks"], args.calculate_per_token_loss)
-        loss = reduce(values)
+            with counted_collectives() as calls:
+                reduce = factory(*lengths, batch["loss_masks"], args.calculate_per_token_loss)
+                loss = reduce(values)
+            assert not calls, "a reducer launches no collective"
+        else:
+            loss = reduce(values)
         if not values.numel():
             loss = loss + 0 * logits.sum()
         reported = loss.detach().float()
@@ -222,7 +226,9 @@ def micro_batch(host, case: Case, samples: list[Sample], numbers: list[int], tab
     *leaves, junk = table.split([*(sample.total for sample in samples), 1])
     place = (groups.cp.rank(), groups.cp.size())
     logits = host_logits(case, own, samples, [leaves[number] for number in numbers], *place, junk[0])
-    return host_batch(case, own, samples, *place), logits.chunk(groups.tp.size(), -1)[groups.tp.rank()]
+    if groups.tp.size() > 1:
+        logits = logits.chunk(groups.tp.size(), -1)[groups.tp.rank()]
+    return host_batch(case, own, samples, *place), logits
 
 
 def trained_data(host, args: Namespace, case: Case) -> dict[str, list]:

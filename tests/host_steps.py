@@ -163,6 +163,7 @@ REPLAY = {
     "slime": {"sampling_support": "replay", "rollout_top_p": 0.9},
 }
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
+SKIPPED = {"skip_old_log_probs": True, "custom_megatron_init_path": "megatron_rl.hooks.custom_megatron_init"}
 # The host's own loss, and who sums it.
 OWN_LOSS = {"loss_type": "policy_loss", "custom_loss_function_path": None}
 REDUCED_BY = {"host": OWN_LOSS, "reducer": OWN_LOSS | REDUCER, "custom_loss": {}}
