@@ -21,7 +21,7 @@ import torch
 from helpers import error_of, pool_of
 from test_checkpoints import OPTIONS
 from test_checkpoints import run_on_rank as train_on_rank
-from test_layouts import GRADIENT_TOLERANCE, SP, assert_exact, config_of, errors_by_kind, pairs, truth_of_losses
+from test_layouts import FUSED, GRADIENT_TOLERANCE, SP, assert_exact, config_of, errors_by_kind, pairs, truth_of_losses
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron import router_losses
@@ -229,13 +229,15 @@ OF_ALL_TOKENS = ("z_loss", "seq_aux_loss")
 def of_auxiliary_losses(pool, cases: list[tuple[Layout, list[StepSample], str, dict]]) -> list[dict[str, torch.Tensor]]:
     """The gradient of the losses alone, for each (layout, step, --router-aux-loss, options). Layouts of one set of process groups.
 
-    All advantages are 0, so that the policy's loss has no gradient.
+    All advantages are 0, so that the policy's loss has no gradient. FB-32: a divisor of it and its fused head move none of these.
     """
     runs = []
     for layout, step, mode, options in cases:
         aggregation = "token_mean" if layout.calculate_per_token_loss else "sample_mean"
         still = [replace(sample, advantage=0.0) for sample in step]
-        runs.append((layout, model_of(layout, **options), still, config_of("reinforce", aggregation, router_aux_loss=mode)))
+        of_policy = FUSED | {"gradient_divisor": "num_samples"} if mode == "exact" else {}
+        config = config_of("reinforce", aggregation, router_aux_loss=mode, **of_policy)
+        runs.append((layout, model_of(layout, **options), still, config))
     return [result.gradient for result in results_of(pool, runs)]
 
 

@@ -1,4 +1,4 @@
-"""The fused head in models that are more than layers and a head: experts with losses of their own, hooks, evaluation mode."""
+"""The fused head in models that are more than layers and a head: hooks, layers of others, evaluation mode, 16 bits."""
 
 from __future__ import annotations
 
@@ -33,37 +33,6 @@ SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
 pool = pool_of(2)
 
 
-# Experts: their auxiliary losses are attached to activations, and the schedule scales them
-
-
-def step_with_experts(rank, is_fused, auxiliary, loss=None, is_silent=False):
-    """Gradients of a step of two micro-batches; a silent one has advantages of 0, so that the policy loss adds none."""
-    head = {"fused_lm_head_loss": True, "max_logits_bytes": 512} if is_fused else {}
-    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}
-    experts |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": auxiliary}
-    experts |= {"moe_z_loss_coeff": auxiliary} if auxiliary else {}
-    trainer = tiny_trainer(PolicyLossConfig(**head, **(loss or {})), experts=experts, **STILL, **SIZES)
-    samples = [replace(sample, advantage=0.0) if is_silent else sample for sample in ragged_step()]
-    trainer.step([samples[:3], samples[3:]])
-    return gradients_of(trainer)
-
-
-@pytest.mark.parametrize("is_fused", [False, True], ids=["logits", "fused head"])
-def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool, is_fused):
-    """FB-32: what they add to the gradient is what they are where a loss by default adds nothing. Catches a weight, a divisor or a
-    factor of the schedule that reaches them too. `constant` makes the policy term some hundred times larger than by default."""
-    loss = {"loss_aggregation": "constant", "loss_aggregation_divisor": 0.01, "gradient_divisor": "num_samples"}
-    with_them, without, alone = (
-        whole(pool.run(step_with_experts, *given, world_size=1))
-        for given in ((is_fused, 0.5, loss), (is_fused, 0.0, loss), (False, 0.5, None, True))
-    )
-    routers = [name for name in alone if "router" in name]
-    added = {name: with_them[name] - without[name] for name in routers}
-    assert routers and all(alone[name].abs().max() > 1e-3 for name in routers)
-    # The difference of two float32 gradients, of which the larger one is up to a thousand times what is left.
-    assert relative_difference(added, {name: alone[name] for name in routers}) < 1e-3
-
-
 def hooked_on_rank(rank, kind):
     """(what running the model says, logits of the model, those of what the layer handed over)."""
     model = small_model()
@@ -94,32 +63,46 @@ def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
     assert "changes the logits afterwards" in message
 
 
-def foreign_on_rank(rank, head, given):
+HEADS = [
+    ("--fused-lm-head-loss", FUSED, {}),
+    ("--fp32-lm-head", HeadSettings(is_fp32=True), {}),
+    ("sampling", HeadSettings(), {"positions": torch.tensor([2])}),
+    ("multi-token prediction", HeadSettings(), {"num_further": 1}),
+]
+
+
+def refused_on_rank(rank, changes):
+    """What running the model says, for each of the settings and changes of the model."""
     batch, found = model_input(torch.tensor([[1, 2, 3, 4]])), []
-    for change in FOREIGN_HEADS:
-        model = small_model(bf16=True)
-        change(model)
-        found.append(error_of(partial(run_model, model, batch, head, SINGLE, **given)))
+    for _, head, given in HEADS:
+        models = [small_model(bf16=True) for _ in changes]
+        for change, model in zip(changes, models, strict=True):
+            change(model)
+        found.append([error_of(partial(run_model, model, batch, head, SINGLE, **given)) for model in models])
     return found
 
 
-@pytest.mark.parametrize(
-    ("setting", "head", "given"),
-    [
-        ("--fused-lm-head-loss", FUSED, {}),
-        ("--fp32-lm-head", HeadSettings(is_fp32=True), {}),
-        ("sampling", HeadSettings(), {"positions": torch.tensor([2])}),
-        ("multi-token prediction", HeadSettings(), {"num_further": 1}),
-    ],
-)
-def test_an_output_layer_that_adds_to_the_product_is_refused_by_name(pool, setting, head, given):
+def test_an_output_layer_that_adds_to_the_product_is_refused_by_name(pool):
     """What it adds would be lost, or added twice, without a word: the loss and the gradient would be those of another function."""
-    [found] = pool.run(foreign_on_rank, head, given, world_size=1)
-    check_refusals(found, setting)
+    [found] = pool.run(refused_on_rank, FOREIGN_HEADS, world_size=1)
+    for (setting, *_), refusals in zip(HEADS, found, strict=True):
+        check_refusals(refusals, setting)
+
+
+def under_another_name(model):
+    model.lm_head = model.output_layer
+    del model.output_layer
+
+
+def test_a_model_whose_output_layer_is_not_found_is_refused(pool):
+    """Its logits would be the model's own, without a word."""
+    [(fused, fp32, *_)] = pool.run(refused_on_rank, [under_another_name], world_size=1)
+    for (setting, *_), [error] in zip(HEADS[:2], (fused, fp32), strict=True):
+        assert error.startswith(f"ConfigError: {setting}: the model is a GPTModel whose output layer is not found")
 
 
 def of_dev_branch_on_rank(rank):
-    """The output layer of Megatron's branch dev, and a model whose layer has our forward of a host."""
+    """The output layer of Megatron's branch dev, and a model whose layer has our forward of a host, twice."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     class LinearCrossEntropyModule(ColumnParallelLinear):
@@ -130,8 +113,8 @@ def of_dev_branch_on_rank(rank):
     module.LinearCrossEntropyModule = LinearCrossEntropyModule
     model, placed = small_model(), small_model()
     model.output_layer.__class__ = LinearCrossEntropyModule
-    place_head([placed], FUSED)
-    place_head([placed], FUSED)
+    for _ in range(2):
+        place_head([placed], FUSED)
     batch = model_input(torch.tensor([[1, 2, 3, 4]]))
     with mock.patch.dict(sys.modules, {module.__name__: module}):
         return [error_of(partial(run_model, each, batch, FUSED, SINGLE)) for each in (model, placed)]
@@ -139,21 +122,6 @@ def of_dev_branch_on_rank(rank):
 
 def test_megatrons_newer_layer_and_a_forward_of_ours_are_not_taken_for_foreign_ones(pool):
     assert pool.run(of_dev_branch_on_rank, world_size=1) == [["", ""]]
-
-
-def unfound_on_rank(rank, heads):
-    model = small_model(bf16=True)
-    model.lm_head = model.output_layer
-    del model.output_layer
-    batch = model_input(torch.tensor([[1, 2, 3, 4]]))
-    return [error_of(lambda head=head: run_model(model, batch, head, SINGLE)) for head in heads]
-
-
-def test_a_model_whose_output_layer_is_not_found_is_refused(pool):
-    """Its logits would be the model's own, without a word."""
-    [(fused, fp32)] = pool.run(unfound_on_rank, [FUSED, HeadSettings(is_fp32=True)], world_size=1)
-    assert fused.startswith("ConfigError: --fused-lm-head-loss: the model is a GPTModel whose output layer is not found")
-    assert fp32.startswith("ConfigError: --fp32-lm-head: the model is a GPTModel whose output layer is not found")
 
 
 def evaluated_on_rank(rank):
