@@ -145,9 +145,9 @@ def own_losses():
 
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
 SLOW_FILES = set(
-    "test_benchmarks test_checkpoints test_doctor test_empty_microbatches "
+    "test_benchmarks test_checkpoints test_doctor "
     "test_fused_head test_kernel_code test_launch "
-    "test_pytest_plugin test_ranks test_selftest test_setup "
+    "test_ranks test_selftest test_setup "
     "test_train_command test_train_loop "
     "test_whole_host".split()
 )

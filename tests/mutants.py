@@ -124,7 +124,7 @@ JUDGES = {
     "testing/comparison.py": "layouts step_check | selftest",
     "testing/oracle.py": "golden_losses generated_steps",
     "testing/reference.py": "layouts step_check | selftest",
-    "testing/loss_": "declare | pytest_plugin",
+    "testing/loss_": "declare | ranks",
     "testing/step_": "step_check | step_check",
     "commands/explain/": "explain explain_stock",
 }

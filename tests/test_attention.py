@@ -28,13 +28,6 @@ EXACT = {"rtol": 1e-11, "atol": 1e-12}
 # The logit of the sink of each head: below, among and above the scores.
 SINKS = torch.tensor([-1.0, 0.0, 0.7, 3.0], dtype=torch.float64)
 
-# One row per thing that can go wrong: (bounds of the documents in the whole row, rows, tokens of padding behind them).
-PACKED_ROWS = [
-    pytest.param([0, 8, 16, 40], 40, id="two of one length, then a longer one"),
-    pytest.param([0, 0, 8, 8, 24, 24], 40, id="FB-63, FB-64 empty documents at start, middle and end, a padding tail"),
-    pytest.param([0], 16, id="nothing but padding"),
-]
-
 
 class MaskType(enum.Enum):
     """Megatron's AttnMaskType, of which the attention reads the name alone."""
@@ -93,43 +86,38 @@ def outputs_and_gradients(module, query, key, value, output_gradient, packed_seq
     return output.detach(), torch.autograd.grad(output, [*leaves, *module.parameters()], output_gradient)
 
 
-@pytest.mark.parametrize("groups", [HEADS, GROUPS, 1], ids=["own keys for each head", "grouped", "one key head"])
-def test_a_padded_batch_equals_a_loop_over_tokens(groups):
-    """Catches a wrong scale, a head that reads another group's keys, and a query that sees the future."""
-    inputs = random_inputs(6, batch=3, groups=groups)
-    torch.testing.assert_close(outputs_and_gradients(attention(), *inputs), loop_reference(*inputs, [0]), **EXACT)
-
-
-@pytest.mark.parametrize(("bounds", "rows"), PACKED_ROWS)
-def test_a_packed_row_equals_its_documents_one_by_one(bounds, rows):
-    """FB-148: catches attention across documents, a skipped or doubled document, and NaN in the tail behind them."""
-    inputs = random_inputs(rows)
-    actual = outputs_and_gradients(attention(), *inputs, packed(bounds))
-    torch.testing.assert_close(actual, loop_reference(*inputs, bounds), **EXACT)
-
-
 WINDOW, WITH_SINKS = {"window_size": (3, 0)}, {"softmax_type": "learnable"}
-KINDS = [
-    pytest.param(WINDOW, id="a window"),
-    pytest.param(WITH_SINKS, id="sinks"),
-    pytest.param(WINDOW | WITH_SINKS, id="a window and sinks, as gpt-oss"),
-]
+KINDS = {"a window": WINDOW, "sinks": WITH_SINKS, "a window and sinks, as gpt-oss": WINDOW | WITH_SINKS}
 
 
 def reference_of(kind, inputs, bounds):
     return loop_reference(*inputs, bounds, kind.get("window_size", (None,))[0], SINKS if "softmax_type" in kind else None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Bounds of the documents in the whole row, None for a padded batch of three rows; tokens; heads of keys; kind.
+ROWS = [
+    pytest.param(None, 6, HEADS, {}, id="own keys for each head"),
+    pytest.param(None, 6, GROUPS, {}, id="grouped"),
+    pytest.param(None, 6, 1, {}, id="one key head"),
+    pytest.param([0, 8, 16, 40], 40, GROUPS, {}, id="two of one length, then a longer one"),
+    pytest.param([0, 0, 8, 8, 24, 24], 40, GROUPS, {}, id="FB-63, FB-64 empty documents at start, middle and end, a padding tail"),
+    pytest.param([0], 16, GROUPS, {}, id="nothing but padding"),
+    *(pytest.param(None, 11, GROUPS, kind, id=name) for name, kind in KINDS.items()),
+    *(pytest.param([0, 9, 16, 23], 40, GROUPS, kind, id=f"{name}, packed") for name, kind in KINDS.items()),
+]
+
+
+@pytest.mark.parametrize(("bounds", "rows", "groups", "kind"), ROWS)
 @pytest.mark.parametrize("smallest_cut", [2, 128], ids=["cut", "whole"])
-def test_windows_and_sinks_equal_a_loop_over_tokens(kind, smallest_cut, monkeypatch):
-    """Catches a window that is off by one or sees another document, cuts that lose keys, and a sink with a value or no gradient."""
+def test_rows_equal_a_loop_over_tokens(bounds, rows, groups, kind, smallest_cut, monkeypatch):
+    """FB-148: catches a wrong scale, a head that reads another group's keys, a query that sees the future or another document, a
+    document that is skipped, NaN in the tail, a window that is off by one, cuts that lose keys, a sink with a value or no gradient.
+    """
     monkeypatch.setattr(attention_module, "SMALLEST_CUT", smallest_cut)
     attention_module._runs.cache_clear()
-    padded, row, bounds = random_inputs(11, batch=3), random_inputs(40), [0, 9, 16, 23]
-    torch.testing.assert_close(outputs_and_gradients(attention(**kind), *padded), reference_of(kind, padded, [0]), **EXACT)
-    actual = outputs_and_gradients(attention(**kind), *row, packed(bounds))
-    torch.testing.assert_close(actual, reference_of(kind, row, bounds), **EXACT)
+    inputs = random_inputs(rows, batch=3 if bounds is None else 1, groups=groups)
+    actual = outputs_and_gradients(attention(**kind), *inputs, None if bounds is None else packed(bounds))
+    torch.testing.assert_close(actual, reference_of(kind, inputs, bounds or [0]), **EXACT)
     attention_module._runs.cache_clear()
 
 
@@ -180,9 +168,9 @@ def test_the_bounds_are_those_that_the_host_remembers_then_the_padded_ones():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        pytest.param([0, 8, 24], r"cu_seqlens_q=\[0, 8, 24\] must start with 0 and end at or before 16", id="too long"),
-        pytest.param([2, 8, 16], r"cu_seqlens_q=\[2, 8, 16\] must start with 0", id="does not start with 0"),
-        pytest.param([0, 12, 8, 16], r"cu_seqlens_q decreases: document lengths \[12, -4, 8\]", id="FB-63 decreases"),
+        ([0, 8, 24], r"cu_seqlens_q=\[0, 8, 24\] must start with 0 and end at or before 16"),
+        ([2, 8, 16], r"cu_seqlens_q=\[2, 8, 16\] must start with 0"),
+        ([0, 12, 8, 16], r"cu_seqlens_q decreases: document lengths \[12, -4, 8\]"),
     ],
 )
 def test_impossible_bounds_are_refused_with_the_numbers(bounds, message):
@@ -234,7 +222,7 @@ OF_RANKS = [
     pytest.param(4, [0, 8, 16, 40], 40, {}, id="CP4"),
     pytest.param(2, [0], 16, {}, id="CP2, nothing but padding"),
     pytest.param(4, None, 32, {}, id="CP4, padded batch of three rows"),
-    *(pytest.param(2, [0, 8, 32], 40, *kind.values, id=f"CP2, {kind.id}") for kind in KINDS),
+    *(pytest.param(2, [0, 8, 32], 40, kind, id=f"CP2, {name}") for name, kind in KINDS.items()),
 ]
 
 
