@@ -167,7 +167,7 @@ def doubles(rows) -> torch.Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
-def rollout_statistics_of(trained, sampled=None, *, masks=None, staleness=None, policy=None) -> PolicyStatistics:
+def rollout_statistics_of(trained, sampled=None, kept_mass=None, *, masks=None, staleness=None, policy=None) -> PolicyStatistics:
     """Of samples given as lists of the trainer's (old) and the sampler's log-probabilities; `policy`: the current ones."""
     masks = [[1] * len(row) for row in trained] if masks is None else masks
     mask = torch.tensor([bit for row in masks for bit in row], dtype=torch.bool)
@@ -175,6 +175,7 @@ def rollout_statistics_of(trained, sampled=None, *, masks=None, staleness=None, 
         log_probs=doubles(trained if policy is None else policy),
         old_log_probs=doubles(trained),
         rollout_log_probs=None if sampled is None else doubles(sampled),
+        kept_mass=None if kept_mass is None else doubles(kept_mass),
         staleness=None if staleness is None else torch.tensor(staleness, dtype=torch.int64),
         counts_phantoms=policy is not None,
         loss_mask=mask,
@@ -193,38 +194,6 @@ def found(*parts: PolicyStatistics) -> dict[str, float]:
     return {name: metrics[name] for name in NAMES & metrics.keys()}
 
 
-def test_sampler_against_trainer_by_hand():
-    """Sample 0: differences train - rollout (+0.2, -0.2), sample 1: (0.5), sample 2 masked: a mean over two samples."""
-    k3 = [math.exp(d) - d - 1 for d in (0.2, -0.2, 0.5)]
-    metrics = found(
-        rollout_statistics_of([[-1.0, -2.0], [-1.0], [-9.0]], [[-1.2, -1.8], [-1.5], [math.nan]], masks=[[1, 1], [1], [0]])
-    )
-    assert metrics == pytest.approx(
-        {
-            "policy/train_rollout_logprob_abs_diff": (0.2 + 0.5) / 2,
-            "policy/train_rollout_logprob_diff": (0.0 + 0.5) / 2,
-            "policy/train_rollout_kl": ((k3[0] + k3[1]) / 2 + k3[2]) / 2,
-        }
-    )
-
-
-def test_what_a_sampler_kept_by_hand():
-    """Sample 0 has tokens of masses 0.5 and 1, sample 1 one of 0.9; what stands at a masked token is not read."""
-    values = rollout_statistics(
-        log_probs=None,
-        old_log_probs=None,
-        rollout_log_probs=None,
-        kept_mass=torch.tensor([0.5, math.nan, 1.0, 0.9]),
-        staleness=None,
-        counts_phantoms=False,
-        loss_mask=torch.tensor([True, False, True, True]),
-        cu_seqlens=torch.tensor([0, 3, 4], dtype=torch.int32),
-        token_counts=torch.tensor([2, 1]),
-    )
-    metrics = found(PolicyStatistics(LOSS_STATISTICS.values, has_entropy=False, rollout=values))
-    assert metrics == pytest.approx({"policy/sampler_mass": (0.75 + 0.9) / 2})
-
-
 def test_a_phantom_is_an_unmasked_placeholder_that_the_policy_does_not_share():
     """Old 0 and now 1/4: phantom. Old 0 and now 0.9999 (sure in both), masked, or a true old value: none."""
     old, now = [[0.0, 0.0, 0.0, -1.0]], [[math.log(0.25), math.log(0.9999), math.log(0.25), math.log(0.25)]]
@@ -237,7 +206,9 @@ def test_huge_differences_stay_finite():
     assert metrics["policy/train_rollout_logprob_abs_diff"] == 1e4 and math.isfinite(metrics["policy/train_rollout_kl"])
 
 
-SAMPLED = [[-1.1, -0.9, -2.0], [-0.4], [-3.0, -0.1], [-1.5, -1.0]]
+# What stands at a masked token is not read.
+SAMPLED = [[-1.1, math.nan, -2.0], [-0.4], [-3.0, math.inf], [-1.5, -1.0]]
+KEPT_MASS = [[0.5, math.nan, 1.0], [0.9], [0.1, 0.1], [0.8, 0.6]]
 TRAINED = [[-1.0, -1.0, -1.7], [-0.5], [-2.0, -0.2], [-1.5, -1.4]]
 MASKS = [[1, 0, 1], [1], [0, 0], [1, 1]]
 STALENESS = [-2, -1, 9, -5]  # negative, so that a 0 of an empty part shows in the largest
@@ -250,14 +221,15 @@ def test_rollout_metrics_are_the_same_for_any_split_into_micro_batches(where):
     parts = []
     for part in range(4):
         mine = [i for i in range(4) if where[i] == part]
-        pick = [[values[i] for i in mine] for values in (TRAINED, SAMPLED, MASKS, STALENESS)]
-        parts.append(rollout_statistics_of(pick[0], pick[1], masks=pick[2], staleness=pick[3]))
+        pick = [[values[i] for i in mine] for values in (TRAINED, SAMPLED, KEPT_MASS, MASKS, STALENESS)]
+        parts.append(rollout_statistics_of(*pick[:3], masks=pick[3], staleness=pick[4]))
     samples = [i for i in range(4) if any(MASKS[i])]
     differences = [[t - s for t, s, m in zip(TRAINED[i], SAMPLED[i], MASKS[i], strict=True) if m] for i in samples]
     expected = {
         "policy/train_rollout_logprob_abs_diff": sum(sum(map(abs, row)) / len(row) for row in differences) / len(samples),
         "policy/train_rollout_logprob_diff": sum(sum(row) / len(row) for row in differences) / len(samples),
         "policy/train_rollout_kl": sum(sum(math.exp(d) - d - 1 for d in row) / len(row) for row in differences) / len(samples),
+        "policy/sampler_mass": ((0.5 + 1.0) / 2 + 0.9 + (0.8 + 0.6) / 2) / 3,
         "policy/staleness": sum(STALENESS[i] for i in samples) / len(samples),
         "policy/max_staleness": max(STALENESS[i] for i in samples),
     }
