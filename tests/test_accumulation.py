@@ -336,30 +336,21 @@ def refused_on_rank(rank, *given):
 
 
 @slow
-def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks(trainers, tmp_path):
-    """Two ranks, steps of two prompts, of which one has no signal from the third step on."""
+def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks_and_masked_rollouts_are_divided_by(trainers, tmp_path):
+    """FB-55: two ranks, steps of two rollouts of two prompts. The second rollout is masked, in the second step a prompt of each has
+    no signal."""
     batches = [shared.make_batch(index, [[40 if index < 2 else 4] * GROUP, [20] * GROUP]) for index in range(4)]
+    batches[1] = shared.masked(batches[1])
     for index in (2, 3):
         samples = [replace(sample, advantage=sample.advantage * (sample.prompt_id != "p1")) for sample in batches[index].samples]
         batches[index] = replace(batches[index], samples=samples)
-    shared.write_file(tmp_path / "r.jsonl", batches)
-    options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
-    trainers.run(run_on_rank, tmp_path / "out", CONFIG, options, world_size=2)
-    rows = shared.metrics_of(tmp_path / "out")
-    assert [row["rollout/response_length"] for row in rows] == [30.0] * 2 + [12.0] * 2
-    assert [row["rollout/groups_without_signal"] for row in rows] == [0.0] * 2 + [0.5] * 2
-
-
-@slow
-def test_masked_rollouts_are_divided_by(trainers, tmp_path):
-    """FB-55: twenty masked documents. Steps of 24 count them with twelve others."""
-    batches = shared.ragged_batches()[:4]
-    batches[1] = shared.masked(batches[1])
     options = {"rollouts": str(shared.write_file(tmp_path / "r.jsonl", batches)), "micro_batch_size": 2}
-    trainers.run(run_on_rank, tmp_path / "out", replace(CONFIG, docs_per_step=24), options, world_size=2)
+    trainers.run(run_on_rank, tmp_path / "out", replace(CONFIG, docs_per_step=16), options, world_size=2)
     rows = shared.metrics_of(tmp_path / "out")
+    assert [row["rollout/response_length"] for row in rows] == [30.0, 12.0]
+    assert [row["rollout/groups_without_signal"] for row in rows] == [0.0, 0.5]
     for name in ("num_documents", "policy/num_documents"):
-        assert [row[name] for row in rows] == [24, 24, 4]
+        assert [row[name] for row in rows] == [16, 16]
     assert rows[0]["num_tokens"] == sum(int(sample.loss_mask.sum()) for sample in batches[0].samples)
 
 

@@ -426,11 +426,10 @@ WRONG, RIGHT, SHARE_OF_SHORT = range(3)
 
 
 @pytest.mark.slow
-def test_length_bias_is_what_the_picture_claims(tmp_path, monkeypatch, capsys):
+def test_length_bias_is_what_the_picture_claims():
     """Dr. GRPO's claim, where the reward does not depend on the length: sample_mean lengthens wrong answers and shortens right
     ones, and prompt_mean less; the noise of 40 steps is 2 %. Answers of 4 and 16 tokens in the mean: where tokens count alike, 4 /
     20 of the weight is that of the short prompts, give or take a step's luck."""
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     module = example("length_bias")
     curves = {name: module.train(name, seed=0, steps=40) for name in module.AGGREGATIONS}
     of_samples, of_prompts = curves["sample_mean"], curves["prompt_mean"]
@@ -440,10 +439,3 @@ def test_length_bias_is_what_the_picture_claims(tmp_path, monkeypatch, capsys):
         assert curves[name][-1, [WRONG, RIGHT]].tolist() == pytest.approx([1.0, 1.0], abs=0.05)
         assert float(curves[name][:, SHARE_OF_SHORT].mean()) == pytest.approx(0.2, abs=0.03)
     assert float(of_samples[:, SHARE_OF_SHORT].mean()) == pytest.approx(0.5, abs=1e-6)
-    monkeypatch.setattr(module, "STEPS", 3)
-    monkeypatch.setattr(module, "SEEDS", 1)
-    monkeypatch.setattr(module, "train", lambda name, seed, train=module.train: train(name, seed, steps=3))
-    monkeypatch.setattr(sys, "argv", ["length_bias.py", str(tmp_path / "bias.png")])
-    module.main()
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*module.AGGREGATIONS]
-    assert (tmp_path / "bias.png").read_bytes().startswith(b"\x89PNG")

@@ -29,8 +29,6 @@ from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch
 from megatron_rl.weights import Formula, get_loss_aggregation, loss_aggregation_names
 
-RAGGED = ["--response-lengths", "64,512,4096,64", "--prompt-ids", "a,a,b,b"]
-
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -58,6 +56,7 @@ def test_step_s_by_hand():
         assert weighing["gradient_scale"] == pytest.approx(sum(masses) / 0.75, **CLOSE)  # three of four samples have a token
         assert weighing["sample_shares"] == pytest.approx([mass / sum(masses) for mass in masses], **CLOSE)
         assert weighing["prompt_shares"]["a"] == pytest.approx((masses[0] + masses[1]) / sum(masses), **CLOSE)
+    assert explain(*S, "--loss-aggregation-divisor", "8")[1].count(" against sample_mean: sum of weights x 1.333") == 2
 
 
 def test_rollouts_of_several_samples_have_one_share_each():
@@ -79,36 +78,6 @@ def test_rollouts_of_several_samples_have_one_share_each():
     found = explain_json(*step, "--host", "train", "--loss-aggregation", "row_mean")["chain"]
     assert (found["net"], found["asked"], found["is_exact"]) == ("1/(R k_j m_i)", "1/(R k_j m_i)", True)
     assert found["net_weights"] == pytest.approx(weights["row_mean"], **CLOSE)
-
-
-def test_shares_of_unequal_lengths():
-    """512 of 576 tokens are 88.9 % of half the weight under prompt_mean; 4096 of 4736 are 86.5 % where tokens count alike."""
-    _, out, _ = explain(*RAGGED)
-    rows = {line[:8]: re.findall(r"[\d.]+%", line) for line in out.splitlines() if line.startswith("sample ")}
-    (sums,) = [line.split()[3:] for line in out.splitlines() if line.startswith("sum of weights")]
-    columns = {name: found for name, *found in zip(SHOWN, rows["sample 1"], rows["sample 2"], sums[1:], strict=True)}
-    assert sums[0] == "4736"
-    assert columns["sample_mean"] == ["25.0%", "25.0%", "1"]
-    assert columns["prompt_mean"] == ["44.4%", "49.2%", "1"]
-    assert columns["token_mean"] == ["10.8%", "86.5%", "1"]
-    assert columns["constant"] == ["10.8%", "86.5%", "0.2891"]  # 4736 / (4 x 4096)
-    assert "constant: L = 4096, the longest response, because none is given" in out
-
-
-def test_every_aggregation_is_told_what_it_does_to_a_step():
-    """64 + 512 + 4096 + 64 tokens, L = 4096: m / L = 1184 / 4096. Step S: sample_mean's weights sum to 3/4, the others' to 1."""
-    _, out, _ = explain(*RAGGED)
-    lines = {line.split()[0]: line for line in out.splitlines() if " against sample_mean: " in line}
-    assert lines.keys() == set(SHOWN) - {"sample_mean"}
-    same = "the same sum of weights; look at grad_norm before you keep --clip-grad; its long samples weigh more"
-    for name in ("prompt_mean", "token_mean"):
-        assert lines[name] == f"{name} against sample_mean: {same}"
-    constant = lines["constant"]
-    assert constant.startswith("constant 4096 against sample_mean: sum of weights x 0.2891 = m/L, m = 1184 mean tokens of a sample")
-    assert "near learning rate x 3.459, a like clipping near --clip-grad x 0.2891" in constant
-    assert constant.endswith("KL and entropy terms are 3.459 x as strong")
-    masked = explain(*S, "--loss-aggregation-divisor", "8")[1]
-    assert masked.count(" against sample_mean: sum of weights x 1.333") == 2
 
 
 LENGTHS = ["--response-lengths", "2,3"]

@@ -347,51 +347,6 @@ def test_logits_that_are_not_finite_stop_every_rank_that_samples(pool, layout):
         assert "training has diverged" in message
 
 
-def log_probs_on_rank(rank, settings, temperature, partition):
-    """sample number -> log-probabilities of its response, from micro-batches of this dp rank's samples."""
-    trainer = lively(tiny_trainer(PolicyLossConfig(policy_temperature=temperature), **settings))
-    step, dp = ragged_step(), resolve_groups().dp
-    numbers = [part[dp.rank() :: dp.size()] for part in partition]
-    values = trainer.log_probs([[step[number] for number in part] for part in numbers])
-    return {number: row for part, rows in zip(numbers, values, strict=True) for number, row in zip(part, rows, strict=True)}
-
-
-def plain_log_probs_on_rank(rank, temperature):
-    """By a plain forward of each sample alone, and torch's log_softmax."""
-    trainer = lively(tiny_trainer())
-    answers = {}
-    for number, sample in enumerate(ragged_step()):
-        rows = torch.log_softmax(plain_logits(trainer, sample.tokens) / temperature, -1)
-        first = len(sample.tokens) - len(sample.loss_mask)
-        answers[number] = [float(rows[q - 1, sample.tokens[q]]) for q in range(first, len(sample.tokens))]
-    return answers
-
-
-@pytest.fixture(scope="module")
-def plain_log_probs(pool):
-    return pool.run(plain_log_probs_on_rank, 0.7, world_size=1)[0]
-
-
-LOG_PROB_LAYOUTS = [
-    pytest.param(1, {}, {"packed": True}, id="one rank, packed"),
-    pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2, padded: rows in zigzag order"),
-    pytest.param(2, {}, {}, id="DP2, padded: rows of unlike length"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.parametrize(("world_size", "layout", "settings"), LOG_PROB_LAYOUTS)
-def test_log_probs_of_responses_are_those_of_a_plain_forward(pool, plain_log_probs, world_size, layout, settings):
-    """FB-39, FB-64: catches a shift by one, rows of another sample, zigzag order not undone, the temperature left out."""
-    partition = [[0, 1, 2], [], [5, 3, 4]]
-    answers = pool.run(log_probs_on_rank, settings, 0.7, partition, world_size=world_size, **layout)
-    assert set().union(*answers) == set(plain_log_probs)
-    for answer in answers:
-        for number, row in answer.items():
-            assert row == pytest.approx(plain_log_probs[number], abs=TOLERANCE), number
-
-
 def backends_on_rank(rank, function, is_fused):
     """The backend that each call of `function` is given while the policy's and the reference's log-probabilities are measured."""
     trainer = tiny_trainer(PolicyLossConfig(policy_loss_backend="torch", fused_lm_head_loss=is_fused, kl_coefficient=0.1))

@@ -40,9 +40,8 @@ from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 
-GSPO = PolicyLossConfig(
-    policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, policy_metrics="with_entropy", watchdog="raise"
-)
+GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, watchdog="raise")
+GSPO = replace(GSPO, policy_temperature=0.8, policy_metrics="with_entropy")
 GRPO = replace(GSPO, policy_loss="grpo", loss_aggregation="token_mean")
 WITH_TERMS = replace(GSPO, kl_coefficient=0.2, entropy_coefficient=0.05)
 TOP_P = {"top_p": 0.8}
@@ -168,8 +167,8 @@ def options_of(name, files):
 def test_every_kind_of_run_trains_the_same_on_one_rank_and_on_a_layout(
     pool, of_one_rank, files, tmp_path, name, world_size, layout, changes
 ):
-    """Catches a loss, an aggregation, a regulariser, a batch, a set of ids, or a cut into steps that knows one layout alone. The
-    watchdog finds nothing in a healthy run: it would raise."""
+    """Catches a loss, an aggregation, a regulariser, a batch, a set of ids, or a cut into steps that knows one layout alone. FB-04:
+    the terms beside the loss have the step's denominators too. The watchdog finds nothing in a healthy run: it would raise."""
     progress, weights, _, rows = of_one_rank(name)
     config = replace(KINDS[name].config, **{key: value for key, value in changes.items() if key in FUSED})
     options = options_of(name, files) | {key: value for key, value in changes.items() if key not in FUSED}
@@ -202,8 +201,9 @@ def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path, config, sett
 
 
 def test_the_rows_of_a_run_count_what_was_trained_on_and_how_far_behind_it_was(recorded):
-    """FB-39, FB-90: 3 rollouts of 4 prompts x 4 samples x 4 tokens in 2 steps each, 0 and 1 optimiser steps behind. Ratios that
-    never move in the second step would be those of other old log-probabilities. Phantoms are looked for at the first step alone."""
+    """FB-39, FB-90: 3 rollouts of 4 prompts x 4 samples x 4 tokens in 2 steps each, 0 and 1 optimiser steps behind. FB-64: a first
+    ratio of 1 between measured log-probabilities and the loss's own has the temperature, the shift and the rows of both. One that
+    never moves in the second step would be of other old log-probabilities. Phantoms are looked for at the first step alone."""
     rows = metrics_of(recorded[1])
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         assert first["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5)
@@ -280,13 +280,14 @@ def test_the_file_of_rollouts_holds_what_the_loss_saw(recorded):
         assert mean == pytest.approx(row["policy/old_logprobs"], rel=1e-5)
 
 
-def test_a_file_of_several_data_parallel_ranks_is_that_of_one_rank(pool, recorded, tmp_path):
-    """Written by two of them, of two stages each: each sample once, in its place."""
+@pytest.mark.parametrize("layout", [{PP: 2}, {CP: 2}], ids=["PP2", "CP2"])
+def test_a_file_of_several_data_parallel_ranks_is_that_of_one_rank(pool, recorded, tmp_path, layout):
+    """Written by two of them, of two ranks each: each sample once, in its place, with the log-probabilities of all its tokens."""
     options = {"num_rollouts": 3, "save_rollouts": str(tmp_path / "two.jsonl")}
-    pool.run(run_on_rank, tmp_path / "two", GSPO, options, world_size=4, **{PP: 2})
+    pool.run(run_on_rank, tmp_path / "two", GSPO, options, world_size=4, **layout)
     for found, truth in zip(load_rollouts(tmp_path / "two.jsonl"), load_rollouts(recorded[0]), strict=True):
         for mine, of_one in zip(record_of(found)["samples"], record_of(truth)["samples"], strict=True):
-            # Sums in another order on two stages; two steps of Adam lie between the rollouts.
+            # Sums in another order on two ranks; two steps of Adam lie between the rollouts.
             assert mine.pop("old_log_probs") == pytest.approx(of_one.pop("old_log_probs"), abs=1e-4)
             assert mine == of_one
 
@@ -329,14 +330,13 @@ def sampled(recorded, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("settings", [{"importance_correction": "tis"}, {"off_policy_sequence_delta": 0.1}], ids=["tis", "delta"])
-def test_a_correction_is_refused_where_nobody_has_measured_the_sampler(pool, sampled, tmp_path, settings):
+def test_a_correction_is_refused_where_nobody_has_measured_the_sampler(pool, sampled, tmp_path):
     """FB-120: what the trainer would measure in the place of it is itself, and off-policy samples would never be found."""
     batch = next(load_rollouts(sampled))
     samples = [replace(sample, rollout_log_probs=None) for sample in batch.samples]
     save_rollouts(tmp_path / "plain.jsonl", replace(batch, samples=samples))
     options = {"rollouts": str(tmp_path / "plain.jsonl")}
-    [error] = pool.run(error_on_rank, tmp_path / "out", replace(GRPO, **settings), options, world_size=1)
+    [error] = pool.run(error_on_rank, tmp_path / "out", replace(GRPO, importance_correction="tis"), options, world_size=1)
     assert "plain.jsonl, rollout 0: no rollout_log_probs, which the correction compares with" in error
 
 
