@@ -20,7 +20,6 @@ from unittest import mock
 
 import markdown_pages
 import pytest
-import test_train_rl
 from forked import forked
 from helpers import names_forgotten
 from test_doctor import SICK_MACHINE
@@ -36,7 +35,6 @@ from megatron_rl.hosts import launch, nemo_rl, roll, skyrl, verl
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.run import Run
-from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.ranks import run_ranks
@@ -147,16 +145,6 @@ def of_own_loop_without_scale(command: str) -> str:
     raise RuntimeError("a loop without scale_for_schedule passed")
 
 
-def of_selftest_in_short(command: str) -> str:
-    """Its head, the probe, a row of each head and one with a term, and its last line."""
-    lines = of_torchrun(command).splitlines()
-    rows = [
-        next(line for line in lines if line.startswith(f"PASS  {name}"))
-        for name in ("schedule", "gspo prompt_mean, logits", "gspo prompt_mean, fused", "grpo sample_mean, logits, torch, KL")
-    ]
-    return "\n".join([*lines[:3], rows[0], "...", *rows[1:], "...", lines[-1]]) + "\n"
-
-
 def of_a_step_divided_by_cp(command: str) -> str:
     from test_selftest import failing_rows
 
@@ -217,31 +205,6 @@ def of_call_pretrain(command: str) -> str:
 
     config = PolicyLossConfig(policy_loss="gspo", policy_temperature=0.7)
     return run_ranks(on_rank, 2, tensor_model_parallel_size=2)[0]
-
-
-def of_take_rollouts(command: str) -> str:
-    test_train_rl.import_utils()
-    return said(take_rollouts, test_train_rl.utils, lambda: 1.0)
-
-
-def of_the_start_of_train(command: str) -> str:
-    """The first line of `make demo`, which is run for one rollout."""
-
-    def on_rank(rank: int) -> str:
-        os.environ.update(WORLD_SIZE="2", RANK=str(rank))
-        run = ["--num-rollouts", "1", "--output-dir", folder, "--no-tensorboard"]
-        return said(main, ["train", "--preset", "demo", "--tensor-model-parallel-size", "2", *run])
-
-    with tempfile.TemporaryDirectory() as folder:
-        # The command starts Megatron by itself.
-        return run_ranks(on_rank, 2, use_megatron=False)[0].splitlines(keepends=True)[0]
-
-
-def of_first_ratios(command: str) -> str:
-    """How far the first ratio is from 1, without router replay and with the sampler's routes."""
-    import test_router_replay as replay
-
-    return "\n".join(replay.lines_of_first_ratios(run_ranks(replay.first_ratios, 1)[0])) + "\n"
 
 
 def of_the_first_step_in_verl(command: str) -> str:

@@ -51,7 +51,6 @@ class Producer:
     output: Callable[[str], str]
     is_of_a_machine: bool = False
     is_slow: bool = False
-    is_tested: bool = True  # False: a test of its own runs the same command
     needs: tuple[str, ...] = ()  # packages, beside torch
 
 
@@ -185,7 +184,6 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     "docs/explain.md": EXPLAIN,
     "docs/tools.md": {
         "megatron-rl doctor, on a machine with a broken package": Producer(outputs.of_a_sick_machine),
-        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
     },
     "docs/own_loop.md": {
@@ -193,17 +191,10 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "the loop without scale_for_schedule": Producer(outputs.of_own_loop_without_scale, is_slow=True, **OF_RANKS),
     },
     "docs/testing.md": {"pytest on the second test of this page": Producer(outputs.of_the_examples_of_testing, is_slow=True)},
-    "docs/training.md": {"the first line of make demo": Producer(outputs.of_the_start_of_train, is_slow=True, **OF_RANKS)},
-    "docs/moe.md": {
-        "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
-    },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/verl.md": {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
     "docs/hosts/nemo_rl.md": {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
-    "docs/hosts/megatron_lm.md": {
-        "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
-        "take_rollouts": Producer(outputs.of_take_rollouts),
-    },
+    "docs/hosts/megatron_lm.md": {"call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS)},
     "docs/hosts/roll.md": {"the first step of": Producer(outputs.of_the_first_step_in_roll)},
     "docs/hosts/skyrl.md": {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }

@@ -189,14 +189,6 @@ def first_ratios(rank: int) -> dict[str, tuple[float, dict[str, tuple[float, dic
     return found
 
 
-def lines_of_first_ratios(found: dict) -> list[str]:
-    lines = [f"{'':40s}{'other experts':>14s}{'none':>10s}{'rollout':>10s}"]
-    for name, (share, by_replay) in found.items():
-        gaps = "".join(f"{by_replay[replay][0]:>10.1e}" for replay in ("none", "rollout"))
-        lines.append(f"{name:40s}{share:>14.1%}{gaps}")
-    return lines
-
-
 def test_the_first_ratio_is_1_where_sampler_and_trainer_choose_other_experts(pool):
     """FB-125: with the sampler's experts the rest of a gap is that of the weights, which are the trainer's own."""
     (found,) = pool.run(first_ratios, world_size=1)
