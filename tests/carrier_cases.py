@@ -1,6 +1,6 @@
 """One training step as miles and slime make it around custom_loss, on a real GPTModel: init hook, model, batches, schedule, loss.
 
-What the hosts do between their model and our loss is written out here line by line; whole_host.py runs their own lines.
+host_emulator.py has what the hosts do around the loss; whole_host.py runs their own lines.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from types import ModuleType
 
 import built_by_host
 import torch
-from host_emulator import load_function
-from host_steps import KEYS, Case, Sample, host_batch, micro_batches, never, rows_of
+from host_emulator import EmulatedHost, load_function
+from host_steps import KEYS, Case, Sample, host_batch, longest_row, micro_batches, rows_of
 from test_forward_step import SeenShapes
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.hosts.args import host_named
-from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
+from megatron_rl.layout.groups import broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, model_config_of
 from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged
 from megatron_rl.testing.layout_step import RankStep, gather_distributed_gradients, named_shards
@@ -58,10 +57,6 @@ class Found:
     printed: str
 
 
-def found_on_rank(rank: int, steps: list[HostStep]) -> list[Found]:
-    return [one_step(step) for step in steps]
-
-
 def results(answers: list[list[Found]]) -> list[StepResult]:
     """The whole steps from all ranks' parts."""
     return [merged([answer[number].step for answer in answers]) for number in range(len(answers[0]))]
@@ -83,9 +78,17 @@ def host_model(args: Namespace):
     return model, optimizer, printed.getvalue()
 
 
+def name_of_host(args: Namespace) -> str:
+    return "miles" if built_by_host.is_miles(args) else "slime"
+
+
+def emulated(args: Namespace) -> EmulatedHost:
+    return EmulatedHost(host_named(name_of_host(args)), resolve_groups())
+
+
 def host_of(args: Namespace) -> ModuleType:
     """built_by_host as the modules of this host, each host's for itself, because ours are put around their functions."""
-    package = host_named("miles" if built_by_host.is_miles(args) else "slime").training_package
+    package = host_named(name_of_host(args)).training_package
     if f"{package}.model" not in sys.modules:
         spec = spec_from_file_location(f"{package}.model", built_by_host.__file__)
         made = module_from_spec(spec)
@@ -94,67 +97,71 @@ def host_of(args: Namespace) -> ModuleType:
     return sys.modules[f"{package}.model"]
 
 
-def one_step(step: HostStep) -> Found:
-    args = host_args(step)
-    models, optimizer, printed = host_model(args)
-    enlarge_head(models, step.factor_of_head)
-    with SeenShapes() as seen:
-        logs = train_one_step(args, models, optimizer, step)
-    gather_distributed_gradients(models)
-    groups = resolve_groups()
-    metrics = reduced(logs, step.case.num_rollouts)
-    loss = broadcast_from_last(torch.tensor(metrics.get("loss", 0.0)), groups.pp)
-    rank_step = RankStep(float(loss), [named_shards(model) for model in models], None, metrics, metrics)
-    return Found(rank_step, most_rows(seen), printed)
+def found_on_rank(rank: int, steps: list[HostStep]) -> list[Found]:
+    found = []
+    for step in steps:
+        args = host_args(step)
+        models, optimizer, printed = host_model(args)
+        enlarge_head(models, step.factor_of_head)
+        with SeenShapes() as seen:
+            logs = train_one_step(args, models, optimizer, step)
+        gather_distributed_gradients(models)
+        metrics = emulated(args).reduce_metrics(logs, args, num_rollouts=step.case.num_rollouts) if logs else {}
+        loss = broadcast_from_last(torch.tensor(metrics.get("loss", 0.0)), resolve_groups().pp)
+        rank_step = RankStep(float(loss), [named_shards(model) for model in models], None, metrics, metrics)
+        found.append(Found(rank_step, most_rows(seen), printed))
+    return found
 
 
 def measured_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[list[dict[str, list[Tensor]]], int]]:
     """Of each step (the host's log-probabilities of each micro-batch, rows of the tensor that is most like logits)."""
-    return [measure(step) for step in steps]
+    found = []
+    for step in steps:
+        args = host_args(step)
+        models, optimizer, _ = host_model(args)
+        enlarge_head(models, step.factor_of_head)
+        with SeenShapes() as seen:
+            measured = measured_by_the_actor(args, models, optimizer, step)
+        found.append((measured, most_rows(seen)))
+    return found
 
 
-def measure(step: HostStep) -> tuple[list[dict[str, list[Tensor]]], int]:
-    args = host_args(step)
-    models, optimizer, _ = host_model(args)
-    enlarge_head(models, step.factor_of_head)
-    with SeenShapes() as seen:
-        found = measured_by_the_actor(args, models, optimizer, step)
-    return found, most_rows(seen)
+def measured_by_the_actor(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, list[Tensor]]]:
+    with torch.no_grad():
+        return host_of(args).MegatronTrainRayActor().compute_log_prob(forward_only, args, models, step)
 
 
 def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, list[Tensor]]]:
     """Of the hosts: the log of each micro-batch, on the last stage."""
-    samples, groups = step.case.samples(), resolve_groups()
-    parts = micro_batches(step.case, step.size, groups.dp.rank(), groups.dp.size())
-    batches = [batch_of(step, [samples[number] for number in numbers], samples) for numbers in parts]
     for model in models:
         model.eval()
     names = ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens")
 
-    def forward_step(iterator, model, return_schedule_plan=False):
-        tokens, packed, batch = next(iterator)
-        output = model(input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=packed)
+    def function_of(batch: dict):
         named = {name: batch[name] for name in names} | {"with_entropy": args.use_rollout_entropy}
         if not built_by_host.is_miles(args):
             named.pop("max_seq_lens")
             if step.case.keeps:
                 named |= {name.removeprefix("rollout_"): batch[name] for name in KEYS["slime"]}
-        return output, partial(f, args=args, **named)
+        return partial(f, args=args, **named)
 
-    return scheduled(forward_step, batches, models, forward_only=True, collect_non_loss_data=built_by_host.is_miles(args))
+    options = {"forward_only": True, "collect_non_loss_data": built_by_host.is_miles(args)}
+    return scheduled(function_of, batches_of(step), models, **options)
 
 
 def peaks_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[int, int]]:
     """Of each step the most bytes that lived at once, of what it made: in training, in measuring."""
-    return [(peak_of(step, train_one_step), peak_of(step, measured_by_the_actor)) for step in steps]
-
-
-def peak_of(step: HostStep, run) -> int:
-    args = host_args(step)
-    models, optimizer, _ = host_model(args)
-    with LiveBytes() as live:
-        run(args, models, optimizer, step)
-    return live.peak
+    found = []
+    for step in steps:
+        peaks = []
+        for run in (train_one_step, measured_by_the_actor):
+            args = host_args(step)
+            models, optimizer, _ = host_model(args)
+            with LiveBytes() as live:
+                run(args, models, optimizer, step)
+            peaks.append(live.peak)
+        found.append(tuple(peaks))
+    return found
 
 
 class LiveBytes(TorchDispatchMode):
@@ -183,11 +190,6 @@ class LiveBytes(TorchDispatchMode):
         return False
 
 
-def measured_by_the_actor(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, list[Tensor]]]:
-    with torch.no_grad():
-        return host_of(args).MegatronTrainRayActor().compute_log_prob(forward_only, args, models, step)
-
-
 def most_rows(seen: SeenShapes) -> int:
     columns = VOCABULARY // resolve_groups().tp.size()
     return max((math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns), default=0)
@@ -196,36 +198,44 @@ def most_rows(seen: SeenShapes) -> int:
 def enlarge_head(models, factor: float) -> None:
     with torch.no_grad():
         for model in map(find_gpt_model, models):
+            names = {"output_layer.weight"}  # on the last stage of a tied model a copy of the embedding
+            if model.share_embeddings_and_output_weights:
+                names.add("embedding.word_embeddings.weight")
             for name, parameter in model.named_parameters():
-                if name == (
-                    "embedding.word_embeddings.weight" if model.share_embeddings_and_output_weights else "output_layer.weight"
-                ):
-                    parameter.mul_(factor)
-                elif name == "output_layer.weight":  # the last stage's copy of the embedding
+                if name in names:
                     parameter.mul_(factor)
 
 
-def train_one_step(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, Tensor]]:
+def train_one_step(args: Namespace, models, optimizer, step: HostStep) -> list[dict]:
     """The hosts' train_one_step up to the optimiser: the log of each micro-batch."""
-    groups = resolve_groups()
-    samples = step.case.samples()
-    parts = micro_batches(step.case, step.size, groups.dp.rank(), groups.dp.size())
-    batches = [batch_of(step, [samples[number] for number in numbers], samples) for numbers in parts]
+    batches = batches_of(step)
     for model in models:
         model.train()
         model.zero_grad_buffer()
     optimizer.zero_grad()
 
+    host, sizes = emulated(args), {"num_microbatches": len(batches), "num_rollouts": step.case.num_rollouts}
+
+    def function_of(batch: dict):
+        return partial(host.loss_function, args, batch, **sizes)
+
+    return scheduled(function_of, batches, models, forward_only=False)
+
+
+def batches_of(step: HostStep) -> list[tuple[Tensor, object, dict]]:
+    samples, dp = step.case.samples(), resolve_groups().dp
+    parts = micro_batches(step.case, step.size, dp.rank(), dp.size())
+    return [batch_of(step, [samples[number] for number in numbers], samples) for numbers in parts]
+
+
+def scheduled(function_of, batches, models, **options) -> list:
+    """function_of: a batch -> what is called with the model's output."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     def forward_step(iterator, model, return_schedule_plan=False):
         tokens, packed, batch = next(iterator)
         output = model(input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=packed)
-        return output, lambda logits: loss_function(args, batch, len(parts), step.case.num_rollouts, logits)
-
-    return scheduled(forward_step, batches, models, forward_only=False)
-
-
-def scheduled(forward_step, batches, models, **options) -> list:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+        return output, function_of(batch)
 
     # As Megatron's command line sets it: what a stage has sent is freed.
     model_config_of(models[0]).deallocate_pipeline_outputs = True
@@ -241,40 +251,13 @@ def scheduled(forward_step, batches, models, **options) -> list:
     )
 
 
-def loss_function(args: Namespace, batch: dict, num_microbatches: int, num_rollouts: int, logits: Tensor):
-    """Of slime.backends.megatron_utils.loss and miles.backends.training_utils.loss, from the logits on."""
-    groups, operands = resolve_groups(), (args, batch, logits, never)
-    function = load_function(args.custom_loss_function_path)
-    if args.recompute_loss_function:
-        is_reentrant = "observe_training_entropy" in vars(args)  # miles
-        loss, log = checkpoint(function, *operands, use_reentrant=is_reentrant)
-    else:
-        loss, log = function(*operands)
-    if groups.cp.size() > 1 and args.allgather_cp:
-        loss = loss + 0 * logits.sum()
-    num_tokens = sum(torch.clamp_min(mask.sum(), 1) for mask in batch["loss_masks"])
-    if args.calculate_per_token_loss:
-        loss = loss * groups.cp.size()
-    else:
-        loss = loss * num_microbatches / num_rollouts * groups.dp_cp.size()
-    count = num_tokens if args.calculate_per_token_loss else torch.tensor(1, device=logits.device)
-    return loss, count, {name: value.detach() for name, value in log.items()}
-
-
-def reduced(logs: list[dict[str, Tensor]], num_rollouts: int) -> dict[str, float]:
-    names = list(logs[0]) if logs else []
-    sums = {name: all_reduce_sum(torch.stack([log[name] for log in logs]).sum(0), resolve_groups().dp_cp) for name in names}
-    return {name: float(value) / num_rollouts for name, value in sums.items()}
-
-
 def batch_of(step: HostStep, own: list[Sample], all_samples: list[Sample]) -> tuple[Tensor, object, dict]:
     """(tokens [1, T] or [B, S], PackedSeqParams or None, the host's batch), as get_batch gives them."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     groups, layout = resolve_groups(), step.case.layout
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
-    longest = -(-max(sample.total for sample in all_samples) // 4) * 4
-    lines = rows_of(layout, own, cp_rank, cp_size, longest)
+    lines = rows_of(layout, own, cp_rank, cp_size, longest_row(all_samples))
     batch = host_batch(step.case, own, all_samples, cp_rank, cp_size)
     packed = None
     if layout == "thd":
@@ -283,14 +266,9 @@ def batch_of(step: HostStep, own: list[Sample], all_samples: list[Sample]) -> tu
         line = line[: sum(sizes)]
         line += [None] * (4 + -len(line) % 4)  # a document of padding, in whole chunks of cp and shards of tp
         bounds = torch.tensor([0, *sizes, len(line) - sum(sizes)]).cumsum(0).to(torch.int32) * cp_size
-        longest_row = int(bounds.diff().max())
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=longest_row,
-            max_seqlen_kv=longest_row,
-        )
+        named = {"cu_seqlens": bounds, "max_seqlen": int(bounds.diff().max())}
+        of_both = {f"{name}_{side}": value for side in ("q", "kv") for name, value in named.items()}
+        packed = PackedSeqParams(qkv_format="thd", **of_both)
         lines = [line]
     tokens = [[0 if row is None else int(own[row[0]].tokens[row[1]]) for row in line] for line in lines]
     return torch.tensor(tokens), packed, batch

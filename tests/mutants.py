@@ -60,7 +60,7 @@ JUDGES = {
     "hosts/heads/carrie": "carrier placed_head",
     "hosts/heads/carried_rows.py": "carried_rows roll_head",
     "hosts/heads/placed_rows.py": "carried_rows roll_head skyrl",
-    "hosts/heads/skipped_log_probs.py": "carrier host_rules",
+    "hosts/heads/skipped_log_probs.py": "placed_head host_rules",
     "hosts/training_hooks.py": "init_hook hooks reward_weights",
     "hosts/contract.py": "placed_head carrier",
     "hosts/heads/placed_head.py": "placed_head",

@@ -1,7 +1,12 @@
-"""Where our head is placed in the model of miles and slime, which forward it takes, and the hosts and models that it refuses."""
+"""What our init hook puts into miles and slime: our head in the model, and no forward for old log-probabilities; what it refuses.
+
+tests/test_carrier.py has the steps of the head, tests/test_hosts.py those without the forward.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -10,9 +15,9 @@ from types import ModuleType
 import pytest
 import torch
 from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model, host_of
-from foreign_heads import FOREIGN_HEADS, check_refusals, subclassed
+from foreign_heads import subclassed
 from helpers import error_of, pool_of, set_global_args
-from host_steps import Case, one
+from host_steps import Case, host_batch, one
 from launch_settings import CUSTOM_LOSS, REDUCER
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,87 +29,118 @@ from megatron_rl.hosts.contract import OWN
 from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.heads.carrier import Carrier, carry
 from megatron_rl.hosts.heads.placed_head import place_head, take_over
+from megatron_rl.hosts.heads.skipped_log_probs import unknown_log_probs
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.groups import SINGLE, resolve_groups
 from megatron_rl.megatron.head import HeadInputs, HeadSettings
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing.invariance import Layout
 from megatron_rl.testing.layout_step import LayoutModel
 
 SLIME = host_named("slime")
-pool = pool_of(2)
+pool = pool_of(4)
 
 
 # The host's own code
 
 NAMES = ("args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "others")
-MEASURE = f"def get_log_probs_and_entropy(logits, *, {', '.join(NAMES)}): ..."
-COMPUTE = "class MegatronTrainRayActor:\n    def compute_log_prob(self): return get_log_probs_and_entropy"
+MEASURE = f"def get_log_probs_and_entropy(logits, *, {', '.join(NAMES)}): return [logits]"
+# read: what the advantages take from the old log-probabilities.
+ACTOR = """
+def compute_advantages_and_returns(args, rollout_data):
+    xs = rollout_data.get("log_probs") or rollout_data.get("values")
+    if xs is None:
+        raise TypeError("no lengths")
+    rollout_data["advantages"] = [args.read(x) for x in xs]
+
+class MegatronTrainRayActor:
+    def __init__(self, args):
+        self.args, self.measured = args, []
+
+    def compute_log_prob(self, data_iterator, num_microbatches, store_prefix=""):
+        self.measured.append(store_prefix)
+        own = get_log_probs_and_entropy
+        return {store_prefix + "log_probs": [torch.zeros(1)]}
+
+    def train_actor(self, rollout_data, num_microbatches=(2,)):
+        rollout_data.update(self.compute_log_prob(None, num_microbatches, store_prefix="ref_"))
+        rollout_data.update(self.compute_log_prob(None, num_microbatches))
+        compute_advantages_and_returns(self.args, rollout_data)
+        return rollout_data
+"""
 BUILD = "def setup_model_and_optimizer(args, role='actor'): return [args.model], None, None"
 INITIALIZE = "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
-SOUND = {"model": f"{BUILD}\n{INITIALIZE}", "actor": f"{MEASURE}\n{COMPUTE}"}
+SOUND = {"model": f"{BUILD}\n{INITIALIZE}", "actor": f"import torch\n{MEASURE}\n{ACTOR}"}
 
 
-def as_slime(monkeypatch, **sources: str) -> dict[str, ModuleType]:
+def as_slime(**sources: str) -> dict[str, ModuleType]:
     """Modules in slime's places, of these texts."""
     modules = {}
     for name, source in (SOUND | sources).items():
         modules[name] = ModuleType(f"{SLIME.training_package}.{name}")
         modules[name].__file__ = f"slime/{name}.py"
         exec(source, vars(modules[name]))
-        monkeypatch.setitem(sys.modules, modules[name].__name__, modules[name])
+        sys.modules[modules[name].__name__] = modules[name]
     return modules
 
 
+@pytest.fixture
+def slime(monkeypatch):
+    """as_slime, whose modules are gone at the end."""
+    for name in SOUND:
+        monkeypatch.setitem(sys.modules, f"{SLIME.training_package}.{name}", None)
+    return as_slime
+
+
+PLACED = {"fused_lm_head_loss": True}, "our head cannot be placed; remove --fused-lm-head-loss"
+SKIPPED = {"skip_old_log_probs": True}, "no forward can be left out; remove --skip-old-log-probs"
 MOVED = [
-    pytest.param({"model": ""}, "has no setup_model_and_optimizer .slime/model.py.", id="no builder"),
-    pytest.param({"model": BUILD}, "has no initialize_model_and_optimizer", id="no caller"),
-    pytest.param(
+    (PLACED, {"model": ""}, "has no setup_model_and_optimizer .slime/model.py."),
+    (PLACED, {"model": BUILD}, "has no initialize_model_and_optimizer"),
+    (
+        PLACED,
         {"model": f"def setup_model_and_optimizer(role, args): ...\n{INITIALIZE}"},
         r"setup_model_and_optimizer takes \(role, args\), ours is made for \(args, role, ...\) \(slime.*, no source\)",
-        id="other arguments",
     ),
-    pytest.param(
+    (
+        PLACED,
         {"model": f"{BUILD}\ndef initialize_model_and_optimizer(): build()"},
         "initialize_model_and_optimizer does not call setup_model_and_optimizer",
-        id="another path",
     ),
-    pytest.param({"actor": MEASURE}, "has no MegatronTrainRayActor.compute_log_prob", id="no actor"),
-    pytest.param(
-        {"actor": f"{MEASURE.replace('logits', 'hidden')}\n{COMPUTE}"},
-        r"get_log_probs_and_entropy takes \(hidden, args",
-        id="measures from something else",
+    (PLACED, {"actor": MEASURE}, "has no MegatronTrainRayActor.compute_log_prob"),
+    (PLACED, {"actor": SOUND["actor"].replace("(logits,", "(hidden,")}, r"get_log_probs_and_entropy takes \(hidden, args"),
+    (SKIPPED, {"actor": SOUND["actor"].replace("store_prefix", "prefix")}, "compute_log_prob has no argument store_prefix"),
+    (
+        SKIPPED,
+        {"actor": SOUND["actor"].replace("    compute_advantages_and_returns(", "    advantages(")},
+        "train_actor does not call compute_advantages_and_returns",
     ),
 ]
-SETTINGS = {**CUSTOM_LOSS, **INIT, "loss_aggregation": "sample_mean", "rollout_batch_size": 8}
 
 
-@pytest.mark.parametrize(("sources", "says"), MOVED)
-def test_a_host_that_builds_its_model_in_another_way_is_refused_by_the_init_hook(sources, says, monkeypatch):
-    as_slime(monkeypatch, **sources)
-    with pytest.raises(ConfigError, match=f"slime's .*{says}.*our head cannot be placed; remove --fused-lm-head-loss"):
-        custom_megatron_init(Namespace(**SETTINGS, fused_lm_head_loss=True))
+@pytest.mark.parametrize(("launch", "sources", "says"), MOVED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_host_of_another_path_is_refused_by_the_init_hook(slime, launch, sources, says):
+    slime(**sources)
+    settings, remedy = launch
+    args = Namespace(**CUSTOM_LOSS, **INIT, **settings, loss_aggregation="sample_mean", rollout_batch_size=8)
+    with pytest.raises(ConfigError, match=f"slime's .*{says}.*{remedy}"):
+        custom_megatron_init(args)
 
 
 def problems_of_slime(*, is_fused: bool) -> list[str]:
     return [text for one in head_places(is_fused=is_fused) for text in one.problems("slime", SLIME.training_package, HEAD_REMEDY)]
 
 
-def test_the_fp32_head_does_not_ask_how_the_host_measures(monkeypatch):
-    as_slime(monkeypatch, actor="")
-    assert problems_of_slime(is_fused=False) == []
-    (problem,) = problems_of_slime(is_fused=True)
-    assert "slime.backends.megatron_utils.actor has no get_log_probs_and_entropy" in problem
-
-
-def test_a_host_that_is_not_there_is_refused():
+def test_a_host_that_is_not_there_is_refused_and_the_fp32_head_does_not_ask_how_it_measures(slime):
     first, second = problems_of_slime(is_fused=True)
     assert "slime.backends.megatron_utils.model of slime cannot be imported" in first and "_utils.actor of slime" in second
+    slime(actor="")
+    assert problems_of_slime(is_fused=False) == []
 
 
-def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(monkeypatch):
-    modules = as_slime(monkeypatch, actor=f"{MEASURE.replace('...', 'return [logits]')}\n{COMPUTE}")
+def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(slime):
+    modules = slime()
     model, actor = modules["model"], modules["actor"]
     own = model.setup_model_and_optimizer, actor.get_log_probs_and_entropy
     for _ in range(2):
@@ -113,8 +149,7 @@ def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(monkeypatch):
     args, logits = Namespace(model=nn.Linear(2, 2)), torch.zeros(1, 5, 7)
     # A run without a head: its model is not looked at, and logits go to the host's own function.
     assert model.initialize_model_and_optimizer(args)[0] == [args.model]
-    named = dict.fromkeys(NAMES)
-    assert actor.get_log_probs_and_entropy(logits, **named) == [logits]
+    assert actor.get_log_probs_and_entropy(logits, **dict.fromkeys(NAMES)) == [logits]
 
 
 def test_what_the_host_measures_with_and_we_do_not_know_is_refused():
@@ -177,30 +212,35 @@ def test_the_forwards_that_train_and_measure_get_a_carrier_and_no_other(pool, fl
 # Models
 
 
-def with_bias(layer):
-    layer.bias = nn.Parameter(torch.zeros(layer.weight.shape[0]))
-
-
 def hidden_away(model):
     model.lm_head = model.output_layer
     del model.output_layer
 
 
-def sharded(layer):
+def sharded(model):
     """As FSDP leaves the parameters of a module outside of its forward."""
-    mesh = init_device_mesh("cpu", (1,))
+    layer, mesh = model.output_layer, init_device_mesh("cpu", (1,))
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
 
 
+# The change of a model -> what is said; tests/test_fused_head_models.py has the other output layers that are refused.
 CHANGES = {
-    **{words[0]: change for change, words in FOREIGN_HEADS.items()},
-    "bias": lambda model: with_bias(model.output_layer),
-    "gathered": lambda model: setattr(model.output_layer, "gather_output", True),
-    "mtp": lambda model: setattr(model.config, "mtp_num_layers", 1),
-    "deferred": lambda model: setattr(model.config, "defer_embedding_wgrad_compute", True),
-    "elsewhere": hidden_away,
-    "fsdp": lambda model: sharded(model.output_layer),
-    "nothing": lambda model: None,
+    "foreign": (subclassed, "--fused-lm-head-loss: the output layer is a CappedLayer, a subclass of Megatron's"),
+    "gathered": (lambda model: setattr(model.output_layer, "gather_output", True), ""),  # on one rank there is nothing to gather
+    "mtp": (
+        lambda model: setattr(model.config, "mtp_num_layers", 1),
+        "--fused-lm-head-loss with mtp_num_layers=1: multi-token prediction calls the output layer again",
+    ),
+    "deferred": (
+        lambda model: setattr(model.config, "defer_embedding_wgrad_compute", True),
+        "--fused-lm-head-loss with defer_embedding_wgrad_compute=True",
+    ),
+    "elsewhere": (hidden_away, "the model is a GPTModel whose output layer is not found"),
+    "fsdp": (
+        sharded,
+        "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone",
+    ),
+    "nothing": (lambda model: None, ""),
 }
 
 
@@ -209,7 +249,7 @@ def refusals_on_rank(rank: int, names: list[str], layout: Layout) -> dict[str, s
     for name in names:
         models = LayoutModel(layout, 64, UNTIED).models
         if find_output_layer(models[0]) is not None:
-            CHANGES[name](models[0].module)
+            CHANGES[name][0](models[0].module)
         found[name] = error_of(lambda models=models: place_head(models, HeadSettings(is_fused=True)))
     return found
 
@@ -217,36 +257,24 @@ def refusals_on_rank(rank: int, names: list[str], layout: Layout) -> dict[str, s
 @pytest.mark.megatron
 def test_a_model_whose_logits_are_not_x_w_is_refused_by_name(pool):
     [found] = pool.run(refusals_on_rank, list(CHANGES), Layout(), world_size=1)
-    # On one rank there is nothing to gather.
-    assert found.pop("nothing") == found.pop("gathered") == ""
-    check_refusals([found.pop(words[0]) for words in FOREIGN_HEADS.values()], "--fused-lm-head-loss")
-    says = {
-        "bias": "with a bias in the output layer",
-        "mtp": "--fused-lm-head-loss with mtp_num_layers=1: multi-token prediction calls the output layer again",
-        "fsdp": "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone",
-        "elsewhere": "the model is a GPTModel whose output layer is not found",
-        "deferred": "--fused-lm-head-loss with defer_embedding_wgrad_compute=True",
-    }
-    assert {name: text in found[name] for name, text in says.items()} == dict.fromkeys(says, True), found
+    for name, (_, says) in CHANGES.items():
+        assert says in found[name] and bool(says) == bool(found[name]), found
 
 
 @pytest.mark.megatron
 def test_logits_that_tensor_parallel_ranks_gather_are_refused_on_each(pool):
     layout = Layout(tensor=2)
     one, two = pool.run(refusals_on_rank, ["gathered"], layout, world_size=2, **layout.model_parallel)
-    assert one == two and one["gathered"].startswith(
-        "ConfigError: the output layer gathers its logits over 2 tensor-parallel ranks"
-    )
-    assert "build the model with parallel_output=True" in one["gathered"]
+    said = "ConfigError: the output layer gathers its logits over 2 tensor-parallel ranks"
+    assert one == two and one["gathered"].startswith(said) and "build the model with parallel_output=True" in one["gathered"]
 
 
 @pytest.mark.megatron
 def test_a_fault_of_the_last_stage_stops_the_first_one_too(pool):
     layout = Layout(pipeline=2)
-    adapter = FOREIGN_HEADS[subclassed][0]
-    first, last = pool.run(refusals_on_rank, [adapter, "nothing"], layout, world_size=2, **layout.model_parallel)
-    assert first[adapter].startswith("ConfigError: another rank refused its output layer")
-    assert adapter in last[adapter] and first["nothing"] == last["nothing"] == ""
+    first, last = pool.run(refusals_on_rank, ["foreign", "nothing"], layout, world_size=2, **layout.model_parallel)
+    assert first["foreign"].startswith("ConfigError: another rank refused its output layer")
+    assert "CappedLayer" in last["foreign"] and first["nothing"] == last["nothing"] == ""
 
 
 def critic_on_rank(rank: int) -> list[bool]:
@@ -262,9 +290,6 @@ def test_a_critic_keeps_its_own_output_layer(pool):
     assert pool.run(critic_on_rank, world_size=1) == [[False]]
 
 
-# A launch whose model has no head of ours
-
-
 def test_our_loss_and_our_reducer_refuse_a_model_without_the_head_that_was_asked_for():
     """The init hook was not called, or the model was built before: the loss would be of the host's logits, without a word."""
     for flags in ({"fused_lm_head_loss": True}, {"fp32_lm_head": True}):
@@ -273,3 +298,82 @@ def test_our_loss_and_our_reducer_refuse_a_model_without_the_head_that_was_asked
     set_global_args(Namespace(**REDUCER, **INIT, loss_aggregation="sample_mean", rollout_batch_size=8, fp32_lm_head=True))
     with pytest.raises(ConfigError, match="have no effect: the init hook has not placed our head in this model"):
         get_pg_loss_reducer([3], [2], [torch.ones(2, dtype=torch.int32)], False)
+
+
+# The forward for old log-probabilities
+
+
+def started(**settings) -> tuple[Namespace, str]:
+    """The arguments of a run of slime after its init hook, and what that printed."""
+    args = Case(host="slime", settings=settings).args()
+    args.read = lambda x: torch.zeros_like(x) + 1.5
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        custom_megatron_init(args)
+    return args, printed.getvalue()
+
+
+def rollout_of(case: Case) -> dict:
+    samples = case.samples()
+    return {
+        "total_lengths": [sample.total for sample in samples],
+        "response_lengths": [len(sample.mask) for sample in samples],
+        "loss_masks": [torch.tensor(sample.mask) for sample in samples],
+    }
+
+
+def skipped_on_rank(rank: int) -> dict:
+    """Rollouts of a run without our flag, of two with it, and of the first run once more: (the forwards, the names in its data)."""
+    actor, rollout = as_slime()["actor"].MegatronTrainRayActor, rollout_of(Case())
+    asked = {**INIT, "skip_old_log_probs": True}
+    runs = [started()[0], *(started(**asked)[0] for _ in range(2))]  # the second hook puts nothing around what is there
+    found = {"printed": started(**asked)[1], "rollouts": []}
+    for args in (*runs, runs[0]):
+        made = actor(args)
+        data = made.train_actor(dict(rollout))
+        found["rollouts"].append((made.measured, sorted(data.keys() - rollout.keys()), data["advantages"]))
+    args = runs[1]
+    found["three steps"] = error_of(lambda: actor(args).train_actor(dict(rollout), (2, 2, 1)))
+    own = [torch.zeros(len(mask)) for mask in rollout["loss_masks"]]
+    found["its own"] = error_of(lambda: actor(args).train_actor(rollout | {"log_probs": own}))
+    args.read = lambda x: x
+    found["a reader"] = actor(args).train_actor(dict(rollout))["advantages"]
+    found["a critic"] = actor(args).train_actor(rollout | {"values": own})["advantages"]
+    return found
+
+
+@pytest.mark.megatron
+def test_the_forward_is_left_out_of_the_runs_that_ask_for_it(pool):
+    """The reference is measured as before, and advantages have the lengths of responses. An advantage that reads the old
+    log-probabilities is NaN, which our loss refuses; with a critic the host takes the lengths of its values."""
+    [found] = pool.run(skipped_on_rank, world_size=1)
+    measured, data, _ = found["rollouts"][0]
+    assert (measured, data) == (["ref_", ""], ["advantages", "log_probs", "ref_log_probs"])
+    assert found["rollouts"][3] == found["rollouts"][0], "a run beside it, in the same process, keeps its forward"
+    sizes = [len(mask) for mask in rollout_of(Case())["loss_masks"]]
+    for measured, data, advantages in found["rollouts"][1:3]:
+        assert (measured, data) == (["ref_"], ["advantages", "ref_log_probs"])
+        assert [values.tolist() for values in advantages] == [[1.5] * size for size in sizes]
+    assert "old log-probabilities are the step's own, each ratio is 1" in found["printed"]
+    assert all(values.isnan().all() for values in found["a reader"])
+    assert [values.tolist() for values in found["a critic"]] == [[0.0] * size for size in sizes]
+    assert "this rollout is 3 optimiser steps, and from the second on" in found["three steps"]
+    assert "make a rollout one step (--num-steps-per-rollout 1), or remove --skip-old-log-probs" in found["three steps"]
+    assert "the rollout brings log_probs of its own, which would be ignored; remove --skip-old-log-probs" in found["its own"]
+
+
+def lengths_on_rank(rank: int, layout: str) -> tuple[list[int], list[int]]:
+    cp, case = resolve_groups().cp, Case(layout)
+    longest = -(-max(sample.total for sample in case.samples()) // 4) * 4
+    data = rollout_of(case) | {"max_seq_lens": [longest] * len(case.shapes) if layout == "bshd" else None}
+    batch = host_batch(case, case.samples(), case.samples(), cp.rank(), cp.size())
+    found = unknown_log_probs(data)
+    assert all(values.dtype == torch.float32 and values.isnan().all() for values in found)
+    return [len(values) for values in found], [len(values) for values in batch["log_probs"]]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_lengths_are_those_of_the_ranks_own_tokens(pool, cp_size, layout):
+    for found, expected in pool.run(lengths_on_rank, layout, world_size=cp_size, context_parallel_size=cp_size):
+        assert found == expected
