@@ -7,10 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import dense_row_cases
 import torch
-from adapter_cases import Adapter, Call, Step, advantages_of, old_of, sampled_of
-from dense_row_cases import EACH_SEQUENCE, PACKINGS, RowCase, in_place, padded_ids
+from adapter_cases import (
+    EACH_SEQUENCE,
+    LAYOUTS,
+    PACKINGS,
+    Adapter,
+    Call,
+    RowCase,
+    Step,
+    advantages_of,
+    in_place,
+    old_of,
+    padded_ids,
+    sampled_of,
+)
 from torch import Tensor
 
 from megatron_rl.hosts import nemo_rl
@@ -77,7 +88,7 @@ def emulated_call(case: RowCase, loss: Any, data: dict[str, Tensor], rows: list[
         width = data["token_mask"].shape[1]
         padded = torch.stack([torch.nn.functional.pad(row[:-1], (0, width - len(row))) for row in rows])
         total, metrics = loss(data=data, next_token_logprobs=padded, **named)
-    return total / case.cp * num_microbatches / case.cp, metrics
+    return total * ADAPTER.host_factor(case, num_microbatches), metrics
 
 
 class NemoRL(Adapter):
@@ -87,7 +98,7 @@ class NemoRL(Adapter):
     layouts = [
         layout | {"has_second_mask": number % 2 == 1, "packing": packing}
         for packing in PACKINGS
-        for number, layout in enumerate(dense_row_cases.LAYOUTS)
+        for number, layout in enumerate(LAYOUTS)
     ]
     shorts = ({"dp": 2, "sizes": (2, 5), "num_samples": 14, "has_second_mask": True},)
     other = Adapter.other | {"packing": EACH_SEQUENCE}
@@ -138,6 +149,9 @@ class NemoRL(Adapter):
     def by(self, call: Callable[..., tuple[Tensor, dict]], loss: Any, case: RowCase, step: Step) -> Call:
         counts = counts_of(step.columns)
         return lambda data, rows, num_microbatches: call(case, loss, data, rows, counts, num_microbatches)
+
+    def host_factor(self, case, num_microbatches):
+        return num_microbatches / case.cp**2
 
     def factor(self, case, num_microbatches):
         """Megatron: x c / M. The gather of log-probabilities adds the gradients of c equal calls. DDP: sums."""

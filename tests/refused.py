@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from inspect import signature
 
-import adapter_launches
+import refused_adapters
 import refused_hosts
 import torch
 from helpers import CLIP, S_PROMPTS, names_forgotten, s_masks
@@ -332,6 +332,7 @@ REFUSED: dict[Callable, list[dict]] = {
         {"sequence_delta": 0.1, "log_probs": None},
     ],
 } | refused_hosts.REFUSED
+REFUSED |= refused_adapters.REFUSED
 
 # Launches
 
@@ -613,7 +614,7 @@ def message_of(door: Callable, changes: dict) -> tuple[str, str]:
 def entries() -> Iterator[tuple[str, str, str]]:
     """(title, the call or the launch, what is said)."""
     with names_forgotten():
-        for door, rows in (REFUSED | adapter_launches.REFUSED).items():
+        for door, rows in REFUSED.items():
             for changes in rows:
                 kind, text = message_of(door, changes)
                 yield door.__name__, ", ".join(f"{name}={shown(value)}" for name, value in changes.items()), f"{kind}: {text}"

@@ -11,19 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from adapter_cases import Adapter, Step, advantages_of, old_of, sampled_of
-from dense_row_cases import (
+from adapter_cases import (
     EACH_SEQUENCE,
     ROWS,
     VOCABULARY,
+    Adapter,
     Result,
     RowCase,
+    Step,
+    advantages_of,
     deal,
     gradients_of,
     in_place,
     largest_error,
     logits_of,
+    old_of,
     padded_ids,
+    sampled_of,
 )
 from torch import Tensor
 
@@ -114,7 +118,7 @@ class Strategy:
         batch.meta_info["batch_num_tokens"] = tokens
         batch.meta_info["global_valid_samples"] = {"default": all_reduce_sum(torch.tensor(len(batch)), self.groups.dp), **samples}
         chosen = deal(range(len(batch)), self.case.sizes)
-        batch.meta_info["loss_scale"] = len(chosen) * self.case.dp
+        batch.meta_info["loss_scale"] = ADAPTER.host_factor(self.case, len(chosen))
         metrics = []
         for rows in chosen:
             data = batch[rows]
@@ -244,9 +248,8 @@ class Roll(Adapter):
         total = sum(log["actor/total_loss@sum"] for log in metrics) if is_first else 0.0
         return Result(total, gradients_of(strategy.leaves), metrics)
 
-    def factor(self, case, num_microbatches):
-        """Megatron: x c / M. DDP: the mean over D c ranks."""
-        return case.cp / num_microbatches / (case.dp * case.cp)
+    def host_factor(self, case, num_microbatches):
+        return num_microbatches * case.dp
 
     def errors(self, cases, pool):
         return errors_of(cases, lambda chosen, **layout: pool().run(results_on_rank, chosen, **layout))

@@ -10,8 +10,7 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from adapter_cases import Adapter, advantages_of, old_of, responses, sampled_of
-from dense_row_cases import RowCase, rollouts_of
+from adapter_cases import Adapter, RowCase, advantages_of, old_of, responses, rollouts_of, sampled_of
 from torch import Tensor
 
 from megatron_rl.hosts import skyrl, skyrl_driver
@@ -193,13 +192,12 @@ class SkyRL(Adapter):
             old, advantages, mask, sampled = (data[name] for name in names)
             log_probs = responses(data, rows, mask.shape[1])
             value, log = loss(log_probs, old, advantages, config=config, loss_mask=mask, rollout_logprobs=sampled)
-            return value * num_microbatches * case.dp, log
+            return value * self.host_factor(case, num_microbatches), log
 
         return call
 
-    def factor(self, case, num_microbatches):
-        """Megatron: x c / M. DDP: the mean over D c ranks."""
-        return case.cp / num_microbatches / (case.dp * case.cp)
+    def host_factor(self, case, num_microbatches):
+        return num_microbatches * case.dp
 
 
 ADAPTER = SkyRL()

@@ -8,37 +8,43 @@ from __future__ import annotations
 import math
 import os
 import random
-import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import adapter_launches
 import pytest
-import refused
+import refused_adapters
 import skyrl_cases
 import torch
-from adapter_cases import CORRECTIONS, Adapter, adapters, check_kl
-from dense_row_cases import EACH_SEQUENCE, LOSSES, TOLERANCE, RowCase, largest_error, samples_of, too_large
-from helpers import ROOT, names_forgotten, pool_of
+from adapter_cases import (
+    CORRECTIONS,
+    EACH_SEQUENCE,
+    LOSSES,
+    TOLERANCE,
+    Adapter,
+    RowCase,
+    adapters,
+    check_kl,
+    largest_error,
+    samples_of,
+    too_large,
+)
+from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import POLICY_LOSSES
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import contract as contract_module
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.contract import Contract
-from megatron_rl.hosts.dense_rows import Rollouts, loss_of_rows, step_line
+from megatron_rl.hosts.dense_rows import Rollouts, step_line
 from megatron_rl.testing.reference import CLIPS
-from megatron_rl.weights import AGGREGATIONS, Formula, get_loss_aggregation
+from megatron_rl.weights import Formula, get_loss_aggregation
 
 pool = pool_of(4)
 ADAPTERS = adapters()
-MESSAGES = re.sub(r"\n *", " ", (ROOT / "tests" / "messages.txt").read_text(encoding="utf-8"))
 WEIGHED = {nemo_rl.WEIGHTS.removeprefix(nemo_rl.LOSS_FN): True}
 TRUNCATED = WEIGHED | {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.05}
 
@@ -76,7 +82,7 @@ def test_the_step_is_exact_in_each_layout(adapter, loss, request):
     """Ranks, micro-batches and packings of the host, ragged prompt groups, fully masked samples; against float64.
 
     Where a host has many, a layout under an aggregation meets one of the losses, in turn: it multiplies the weights of all by one
-    factor, which test_the_loss_multiplies_its_weights_by_its_stage sees. EVERY_COMBINATION=1 runs each with each."""
+    factor. EVERY_COMBINATION=1 runs each with each."""
     chosen = adapter.matrix([loss])
     if len(chosen) >= 16 * len(LOSSES) and os.environ.get("EVERY_COMBINATION") != "1":
         chosen = [case for place, case in enumerate(chosen) if (place + place // len(LOSSES)) % len(LOSSES) == LOSSES.index(loss)]
@@ -126,7 +132,7 @@ def test_a_micro_batch_without_a_trained_token_is_exact(adapter):
 def test_a_correction_of_ours_is_set_by_its_names_here(adapter, own, factor):
     """The sampler's log-probabilities are 0.1 lower, so each weight is exp(0.1), and 1.05 under a bound of 1.05."""
     case = RowCase(loss="cispo", aggregation="token_mean", **adapter.shorts[0])
-    plain, found = adapter.run(case, adapter.step(case)), adapter.run(case, adapter.below(case), own=own, **adapter.of_sampler)
+    plain, found = adapter.run(case, adapter.step(case)), adapter.run(case, adapter.below(case), own=own)
     assert found.loss == pytest.approx(plain.loss * factor, rel=1e-5, abs=1e-9) and plain.loss != 0  # float32
 
 
@@ -201,56 +207,27 @@ def test_without_old_log_probs_the_ratio_is_one(adapter, settings, placeholder):
     assert found.metrics[0].get("actor/policykl@mean", 0.0) == pytest.approx(0.0, abs=1e-6)
 
 
-def rows_of(table: dict[Callable, list[dict]]) -> list[tuple[Callable, dict]]:
-    return [(launch, settings) for launch, rows in table.items() for settings in rows]
-
-
-@pytest.mark.parametrize(("launch", "settings"), rows_of(adapter_launches.REFUSED))
-def test_a_launch_or_a_call_is_refused_with_the_text_of_the_table(launch, settings):
-    with names_forgotten():
-        for registry in (AGGREGATIONS, POLICY_LOSSES):
-            for name in registry.names():
-                if not registry.is_built_in(name):  # of another test: a message lists what there is
-                    del registry[name]
-        kind, text = refused.message_of(launch, settings)
-    assert re.sub(r"\n *", " ", f"{kind}: {text}") in MESSAGES
-
-
-@pytest.mark.parametrize(("launch", "settings"), rows_of(adapter_launches.TAKEN))
+@pytest.mark.parametrize(
+    ("launch", "settings"), [(launch, settings) for launch, rows in refused_adapters.TAKEN.items() for settings in rows]
+)
 def test_a_launch_beside_a_refused_one_is_taken(launch, settings):
     launch(**settings)
 
 
-@pytest.mark.parametrize(("launch", "settings", "fields"), adapter_launches.READ)
+@pytest.mark.parametrize(("launch", "settings", "fields"), refused_adapters.READ)
 def test_settings_are_read_by_the_hosts_names(launch, settings, fields):
     config = launch(**settings).config
     assert {name: getattr(config, name) for name in fields} == fields
 
 
-# Roll's loss runs on ranks of processes.
-@pytest.mark.parametrize(
-    "adapter", [one for one in ADAPTERS.values() if one.num_ranks == 1], ids=lambda one: one.name, indirect=True
-)
-def test_the_loss_multiplies_its_weights_by_its_stage(adapter, monkeypatch):
-    """From the stages explain makes its chain: two wrong factors that cancel are seen here."""
-    scales = []
-
-    def watched(*arguments, scale=1, **options):
-        scales.append(scale)
-        return loss_of_rows(*arguments, scale=scale, **options)
-
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("megatron_rl.hosts.") and "loss_of_rows" in vars(module):
-            monkeypatch.setattr(module, "loss_of_rows", watched)
-    layout = {name: value for name, value in adapter.other.items() if name != "cp"}
-    case = RowCase(loss="grpo", aggregation="sample_mean", **layout)
-    step, (micro_batches, *_) = adapter.step(case), list(case.micro_batches())
-    adapter.run(case, step)
-    num_tokens = sum(sum(sample.loss_mask) for sample in step.samples)
-    sizes = {"dp": case.dp, "cp": 1, "M": len(micro_batches), "T": num_tokens}
-    of_samples, _ = adapter.module.stages(Formula(), get_loss_aggregation("sample_mean"), per_token=False)
-    factor = math.prod((formula for _, formula, _ in of_samples), start=Formula())
-    assert case.dp > 1 and len(micro_batches) > 1 and set(scales) == {factor.evaluate(sizes)}
+@of_each_host
+def test_the_factors_of_the_step_are_those_that_explain_declares(adapter):
+    """What the loss multiplies by itself is the rest, as the step is exact."""
+    case, num_microbatches = RowCase(loss="grpo", aggregation="sample_mean", dp=2, cp=4), 3
+    _, of_step = adapter.module.stages(Formula(), get_loss_aggregation("sample_mean"), per_token=False)
+    declared = math.prod((formula for _, formula, _ in of_step), start=Formula())
+    by_hand = adapter.host_factor(case, num_microbatches) * adapter.factor(case, num_microbatches)
+    assert declared.evaluate({"dp": case.dp, "cp": case.cp, "M": num_microbatches}) == pytest.approx(by_hand)
 
 
 # What is said

@@ -15,7 +15,7 @@ import pytest
 import roll_cases
 import torch
 import trainer_cases
-from dense_row_cases import RowCase
+from adapter_cases import RowCase
 from helpers import CLIP, KERNEL_DEVICE, Batch
 from host_steps import Case, host_batch, host_logits, never
 from simulated_cuda import simulated_cuda

@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from dense_row_cases import RowCase, gradients_of, padded, samples_of, truth
+from adapter_cases import RowCase, gradients_of, padded, samples_of, truth
 from helpers import EXACT, loop_log_probs, pool_of, random_batch
 from host_harness import roots_by_environment
 

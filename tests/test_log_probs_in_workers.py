@@ -18,7 +18,7 @@ import roll_cases
 import skyrl_cases
 import torch
 import torch.distributed as dist
-from dense_row_cases import PACKINGS
+from adapter_cases import PACKINGS
 from forked import in_fork
 from host_checkouts import NEMO_RL, SKYRL
 from linear_cases import relative

@@ -14,8 +14,7 @@ from typing import Any
 import nemo_rl_cases as cases
 import pytest
 import torch
-from adapter_cases import Step, check_kl
-from dense_row_cases import EACH_SEQUENCE, LOSSES, ONE_CALL, ROWS, RowCase, largest_error, logits_of, too_large
+from adapter_cases import EACH_SEQUENCE, LOSSES, ONE_CALL, ROWS, RowCase, Step, check_kl, largest_error, logits_of, too_large
 from forked import forked, in_fork
 from host_checkouts import NEMO_RL
 from nemo_rl_cases import ADAPTER, counts_of, mask_of

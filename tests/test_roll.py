@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import roll_cases as cases
 import torch
-from dense_row_cases import LOSSES, VOCABULARY, RowCase, too_large
+from adapter_cases import LOSSES, VOCABULARY, RowCase, too_large
 from forked import forked, in_fork
 from host_checkouts import ROLL
 from roll_cases import ADAPTER

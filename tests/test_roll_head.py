@@ -18,8 +18,7 @@ import own_log_probs
 import pytest
 import roll_cases as cases
 import torch
-from adapter_cases import Step
-from dense_row_cases import VOCABULARY, RowCase
+from adapter_cases import VOCABULARY, RowCase, Step
 from host_checkouts import ROLL
 from linear_cases import relative
 from roll_cases import ADAPTER, Data

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import skyrl_cases as cases
 import torch
-from dense_row_cases import LOSSES, rollout_cases, too_large
+from adapter_cases import LOSSES, rollout_cases, too_large
 from forked import forked
 from host_checkouts import SKYRL
 

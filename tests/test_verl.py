@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_cases import CORRECTIONS, Step
-from dense_row_cases import TOLERANCE, RowCase, largest_error, rollout_cases, too_large
+from adapter_cases import CORRECTIONS, TOLERANCE, RowCase, Step, largest_error, rollout_cases, too_large
 from forked import in_fork
 from helpers import names_forgotten
 from host_checkouts import VERL

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from adapter_cases import Adapter, Call, Step, advantages_of, old_of, put, responses, sampled_of
-from dense_row_cases import RowCase, rollouts_of
+from adapter_cases import Adapter, Call, RowCase, Step, advantages_of, old_of, put, responses, rollouts_of, sampled_of
 from torch import Tensor
 
 from megatron_rl.count import StepTotals
@@ -177,12 +176,13 @@ class Verl(Adapter):
 
         def call(data: dict[str, Tensor], rows: list[Tensor], num_microbatches: int) -> tuple[Tensor, dict]:
             verl_loss.RUNS.of(config).rows = verl_step.rows_of(launch, totals, counts[data["number"]])
-            return ppo_loss(config, rows, Batch(data, dp_size=case.dp, batch_num_tokens=None, global_batch_size=None))
+            loss, log = ppo_loss(config, rows, Batch(data, dp_size=case.dp, batch_num_tokens=None, global_batch_size=None))
+            return loss * self.host_factor(case, num_microbatches), log
 
         return call
 
-    def factor(self, case, num_microbatches):
-        return 1 / case.dp
+    def host_factor(self, case, num_microbatches):
+        return num_microbatches
 
 
 ADAPTER = Verl()

@@ -1,4 +1,4 @@
-"""Launches and calls that the adapters of settings refuse, and what they take beside them. tests/messages.txt has what is said.
+"""Launches and calls that the adapters of verl, NeMo-RL, ROLL and SkyRL refuse, for the table of refused.py, and what they take.
 
 A name is that of the host, where the whole config of the host is judged.
 """
@@ -15,7 +15,8 @@ from adapter_cases import put
 from nemo_rl_cases import AFTER_THE_ESTIMATOR, master_config
 from roll_cases import pipeline_config, worker_config
 from skyrl_cases import algorithm_config
-from verl_cases import ActorConfig, filled_tables, one_call, plain_rows, whole_config
+from torch import Tensor
+from verl_cases import EACH, ActorConfig, filled_tables, one_call, plain_rows, whole_config
 
 from megatron_rl.hosts import nemo_rl, roll, skyrl, verl, verl_step
 from megatron_rl.hosts.choice import Launch
@@ -29,24 +30,24 @@ def launch_in_verl(**settings: Any) -> Launch:
     return verl.read(config["actor_rollout_ref"]["actor"], config)
 
 
-def mini_batch_of_verl(mode: str = "grpo.sample_mean", *, one_sample_per_rollout: bool = False, **columns: Any) -> None:
+def mini_batch_of_verl(mode: str = "grpo.sample_mean", *, samples_per_prompt: int = 2, **settings: Any) -> None:
     """Three rows of two samples a prompt; a column that is None is not there."""
-    data = {"response_mask": torch.ones(3, 2), "uid": ["a", "a", "b"], "session_id": [0, 0, 0]} | columns
+    policy_loss = {"loss_mode": f"megatron_rl.{mode}", "one_sample_per_rollout": settings.pop("one_sample_per_rollout", False)}
+    data = {"response_mask": torch.ones(3, 2), "uid": ["a", "a", "b"], "session_id": [0, 0, 0]} | settings
     data = {name: column for name, column in data.items() if column is not None}
-    policy_loss = {"loss_mode": f"megatron_rl.{mode}", "one_sample_per_rollout": one_sample_per_rollout}
-    verl_step.count_mini_batch(verl.read(ActorConfig(policy_loss=policy_loss)), data, SINGLE, 2)
+    verl_step.count_mini_batch(verl.read(ActorConfig(policy_loss)), data, SINGLE, samples_per_prompt)
 
 
-def call_in_verl(*, counted_mask: torch.Tensor | None = None, **changes: Any) -> None:
-    one_call(**changes if counted_mask is None else {"rows": plain_rows(counted_mask), **changes})
+def call_in_verl(*, counted: Any = EACH, **changes: Any) -> None:
+    """counted: the mask when the step was counted."""
+    one_call(rows=plain_rows(counted) if isinstance(counted, Tensor) else counted, **changes)
 
 
-def kl_in_verl(*, is_of_our_loss: bool = True, ref_logprob: float = -1.5) -> None:
-    """verl's KL term behind our loss of the same micro-batch."""
+def kl_in_verl(*, kl_loss_type: str = "unbiased", reference: float = -1.5) -> None:
+    """verl's KL term behind our loss of the same micro-batch. kl_loss_type: of the actor."""
     log_prob = torch.full((2, 3), -1.0, requires_grad=True)
-    if is_of_our_loss:
-        one_call(config=ActorConfig(kl_loss_type="unbiased"), log_prob=log_prob)
-    filled_tables().kl_penalty(log_prob, torch.full((2, 3), ref_logprob), "unbiased")
+    one_call(config=ActorConfig(kl_loss_type=kl_loss_type), log_prob=log_prob)
+    filled_tables().kl_penalty(log_prob, torch.full((2, 3), reference), "unbiased")
 
 
 def launch_in_nemo_rl(**settings: Any) -> Launch:
@@ -84,18 +85,19 @@ NEMO, NEMO_OURS = nemo_rl.NAME, nemo_rl.PREFIX
 NEMO_TOP_P, NEMO_MODE = {f"{nemo_rl.SAMPLING}top_p": 0.8}, f"{nemo_rl.SAMPLING}vllm_cfg.logprobs_mode"
 VARIANT, VARIABLE = f"{roll.TRAIN}pg_variant", f"{roll.TRAIN}system_envs.MEGATRON_RL_"
 NO_OLD = {roll.RECOMPUTE: False}
-IS_WEIGHED = {"train_infer_correction.is_weight.enabled": True}
+IS_WEIGHED = {"train_infer_correction.is_weight": SimpleNamespace(enabled=True)}
 IS_FILTERED = {"train_infer_correction.filters": [SimpleNamespace(enabled=True)]}
-OF_SKYRL = {f"{skyrl.ALGORITHM}off_policy_correction.tis_ratio_type": "token"}
+OF_SKYRL = {f"{skyrl.ALGORITHM}off_policy_correction": SimpleNamespace(tis_ratio_type="token")}
 
-REFUSED: dict[Callable[..., Launch | None], list[dict[str, Any]]] = {
+# Door -> what is wrong in the launch.
+REFUSED: dict[Callable, list[dict[str, Any]]] = {
     launch_in_verl: [
         {MODE: "megatron_rl.grpo.token_maen"},
         {f"{verl.ACTOR}use_kl_loss": "false"},
         {f"{verl.ACTOR}clip_ratio_low": True},
         {f"{verl.ACTOR}loss_agg_mode": "token-sum"},
         {f"{OURS}ratio_truncation": 5.0},
-        {MODE: "megatron_rl.grpo.constant"},
+        {MODE: "megatron_rl.grpo.constant", f"{verl.ACTOR}loss_scale_factor": None},
         {MODE: DPPO["mode"], f"{OURS}importance_correction": "tis", **verl.UNCUT_WEIGHTS},
         {MODE: DPPO["mode"], verl.WEIGHING: "token"},
         OF_ICEPOP | BLIND,
@@ -111,16 +113,16 @@ REFUSED: dict[Callable[..., Launch | None], list[dict[str, Any]]] = {
     ],
     mini_batch_of_verl: [
         {"mode": "grpo.prompt_mean", "uid": None},
-        {"mode": "grpo.prompt_mean"},
+        {"mode": "grpo.prompt_mean", "samples_per_prompt": 2},
         {"one_sample_per_rollout": True},
     ],
     call_in_verl: [
         {"dp_size": None},
-        {"rows": None},
-        {"counted_mask": torch.ones(2, 3), "response_mask": torch.tensor([[True, True, False], [True, True, True]])},
+        {"counted": None},
+        {"counted": torch.ones(2, 3), "response_mask": torch.tensor([[True, True, False], [True, True, True]])},
         *(DPPO | {"rollout_is_weights": weights} for weights in (None, CUT_WEIGHTS)),
     ],
-    kl_in_verl: [{"is_of_our_loss": False}, {"ref_logprob": math.nan}],
+    kl_in_verl: [{"kl_loss_type": "k3"}, {"reference": math.nan}],
     launch_in_nemo_rl: [
         {NEMO: None},
         {NEMO: "gspo.sample_mean", f"{nemo_rl.LOSS_FN}sequence_level_importance_ratios": True},
@@ -183,25 +185,23 @@ REFUSED: dict[Callable[..., Launch | None], list[dict[str, Any]]] = {
         {"megatron_rl.sapo_temperature_positive": 1.0},
     ],
 }
-TAKEN: dict[Callable[..., Launch | None], list[dict[str, Any]]] = {
-    **{door: [{}] for door in REFUSED},
+# Beside a row of these.
+TAKEN: dict[Callable, list[dict[str, Any]]] = {
     launch_in_verl: [
-        {},
         {MODE: DPPO["mode"], **verl.UNCUT_WEIGHTS},
         CUT | {f"{OURS}allow_partial_prompt_groups": True},
         {MODE: "megatron_rl.grpo.row_mean", verl.MANAGER: "mine.Manager", f"{OURS}one_sample_per_rollout": True},
         OF_ICEPOP | TOP_P | RAW,
         OF_ICEPOP | TOP_P | {f"{ROLLOUT}name": "sglang"},
     ],
-    call_in_verl: [{}, DPPO | {"rollout_is_weights": CUT_WEIGHTS, "response_mask": CUT_WEIGHTS.bool()}],
+    call_in_verl: [DPPO | {"rollout_is_weights": CUT_WEIGHTS, "response_mask": CUT_WEIGHTS.bool()}],
     launch_in_nemo_rl: [
-        {},
         NEMO_TOP_P,
         {NEMO: "gspo.token_mean"},
         NEMO_TOP_P | {f"{nemo_rl.SAMPLING}backend": "megatron"},
         {NEMO: "grpo.sample_mean", "grpo.advantage_clip_low": -5.0},
     ],
-    launch_in_roll: [{}, IS_FILTERED | {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis"}, IS_FILTERED | IS_WEIGHED],
+    launch_in_roll: [IS_FILTERED | {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis"}, IS_FILTERED | IS_WEIGHED],
 }
 
 # Launch, and fields of the config that our loss gets.
