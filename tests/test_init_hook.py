@@ -20,14 +20,7 @@ from launch_settings import REWARD as HOOK
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import checks, model_notes
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.training_hooks import (
-    custom_megatron_init,
-    shift_in_words,
-    step_in_words,
-    summary,
-    trained_in_words,
-    weight_of_a_token,
-)
+from megatron_rl.hosts.training_hooks import custom_megatron_init, summary
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.probe import ProbeResult
 
@@ -134,8 +127,7 @@ def test_a_sampler_that_scores_the_whole_vocabulary_is_refused_where_kept_ids_ar
     monkeypatch.delenv("SGLANG_RETURN_ORIGINAL_LOGPROB", raising=False)
     if value is not None:
         monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
-    launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "rollout_top_p": 0.9}
-    args = Namespace(**launch, sampling_support="replay")
+    args = Namespace(**OUR_LOSS, **REPLAY)
     if value in ("1", "true"):
         with pytest.raises(ConfigError, match=f"SGLANG_RETURN_ORIGINAL_LOGPROB={value} with --sampling-support replay: .*unset it"):
             check_launch(args, in_actor=True)
@@ -143,88 +135,63 @@ def test_a_sampler_that_scores_the_whole_vocabulary_is_refused_where_kept_ids_ar
         check_launch(args, in_actor=True)
 
 
-def test_the_line_says_what_scores_are_over():
-    launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "rollout_top_p": 0.9}
-    launch |= {"sampling_support": "replay", "use_kl_loss": True, "kl_loss_coef": 0.1}
-    line = trained_in_words(check_launch(Namespace(**launch)))
-    assert "| log-probabilities over the kept ids of rollout_top_p_token_ids, KL over the same |" in line
-
-
-def test_the_line_says_what_dropout_does_to_the_first_ratio():
-    launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "hidden_dropout": 0.1, "attention_dropout": 0.0}
-    line = trained_in_words(check_launch(Namespace(**launch)))
-    assert "| hidden_dropout 0.1: the first ratio is not 1 |" in line and "attention_dropout" not in line
-
+# The line of a sound launch
 
 SAMPLE_MEAN = {"loss_aggregation": "sample_mean", **REDUCER}
-OF_PROMPT = "x 1 on average, x m_i/(mean tokens of its prompt's samples) for sample i"
-PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
+OUR_LOSS = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "kl_loss_type": "k3"}
+OF_CONSTANT = {**CONSTANT, "kl_loss_type": "k3"}
+BY_OUR_LOSS = {**OF_CONSTANT, **dict.fromkeys(REDUCER), **CUSTOM_LOSS}
+DYNAMIC, BY_EIGHT = {"use_dynamic_global_batch_size": True}, {"n_samples_per_prompt": 8}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.01}
+REPLAY = {"rollout_batch_size": 8, "rollout_top_p": 0.9, "sampling_support": "replay"}
+GSPO = {**OUR_LOSS, **KL, "advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4, "rollout_temperature": 0.7}
+OFF_POLICY = {"use_tis": True, "use_opsm": True, "opsm_delta": 0.01, "use_unbiased_kl": True}
+# The launch, and parts of its line.
+LINES = [
+    # Weight of a token, and what changes against sample_mean.
+    (SAMPLE_MEAN, ["weight of a token 1/(N m_i) |", "weights against sample_mean x 1 |"]),
+    ({**SAMPLE_MEAN, "global_batch_size": 128}, ["weight of a token 1/(N m_i) = 1/(128 m_i) |"]),
+    ({**OUR_LOSS, "global_batch_size": 128}, ["weight of a token 1/(N M_roll) = 1/(128 M_roll) |"]),
+    # 1 / (8192 x 128) = 1 / 1048576 = 9.5367e-07
+    (CONSTANT, ["token 1/(L N) = 1/(8192 N) = 1/(8192 x 128) = 9.537e-07 |", "sample_mean x m/8192 (m: mean tokens of a sample)"]),
+    ({**CONSTANT, **DYNAMIC}, ["weight of a token 1/(L N) = 1/(8192 N) |"]),
+    (TOKEN_MEAN, ["token 1/T |", "sample_mean x 1 on average, x m_i/(mean tokens of the step's samples) for sample i"]),
+    # 128 samples in groups of 8 are 16 prompts.
+    (
+        {"loss_aggregation": "prompt_mean", **REDUCER, **REWARD},
+        ["token 1/(P M_g) = 1/(16 M_g)", "x 1 on average, x m_i/(mean tokens of its prompt's samples) for sample i"],
+    ),
+    # KL and entropy where they are trained: with the reducer they are the host's own, of the host's coefficients.
+    (OF_CONSTANT, ["clipping does not | host slime"]),
+    ({**OF_CONSTANT, "kl_loss_coef": 0.01}, ["clipping does not | host slime"]),  # --use-kl-loss is off
+    ({**OF_CONSTANT, **KL, "entropy_coef": 0.1}, ["; KL and entropy x 8192/m beside it | host slime"]),
+    ({**BY_OUR_LOSS, "entropy_coef": 0.1}, ["clipping does not; entropy x 8192/m beside it | host slime"]),
+    (BY_OUR_LOSS, ["clipping does not | host slime"]),
+    # How much a step holds. 128 samples in groups of 8; 12 are no whole groups of 8.
+    (SAMPLE_MEAN, ["| step of as many samples as come |"]),
+    (CONSTANT, [f"| step of 128 {ONCE} |"]),
+    ({**CONSTANT, **BY_EIGHT}, [f"| step of 128 {ONCE}, 16 prompts |"]),
+    ({**SAMPLE_MEAN, "global_batch_size": 12, **BY_EIGHT}, [f"| step of 12 {ONCE} |"]),
+    ({**CONSTANT, **DYNAMIC, **BY_EIGHT}, ["| step of as many samples as come |"]),
+    ({**CONSTANT, "multi_lora": True, **BY_EIGHT}, ["| step of an adapter's own batch, whose rollouts are N |"]),
+    # What our loss was told: nothing else says which of the host's flags have arrived.
+    (GSPO, [" by custom_loss | gspo, clip 0.0003/0.0004, KL 0.01, entropy 0, temperature 0.7 applied | step of "]),
+    (
+        {**GSPO, **OFF_POLICY},
+        ["KL 0.01 (unbiased), entropy 0, tis by token in [0, 2], samples beyond 0.01 dropped, temperature 0.7 applied"],
+    ),
+    ({**OUR_LOSS, **REPLAY, **KL}, ["| log-probabilities over the kept ids of rollout_top_p_token_ids, KL over the same |"]),
+    (
+        {**OUR_LOSS, "hidden_dropout": 0.1, "attention_dropout": 0.0},
+        ["applied | hidden_dropout 0.1: the first ratio is not 1 | step"],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "weight", "shift"),
-    [
-        (SAMPLE_MEAN, "1/(N m_i)", "x 1"),
-        ({**SAMPLE_MEAN, "global_batch_size": 128}, "1/(N m_i) = 1/(128 m_i)", "x 1"),
-        ({"loss_aggregation": "sample_mean", **CUSTOM_LOSS, "global_batch_size": 128}, "1/(N M_roll) = 1/(128 M_roll)", "x 1"),
-        # 1 / (8192 x 128) = 1 / 1048576 = 9.5367e-07
-        (CONSTANT, "1/(L N) = 1/(8192 N) = 1/(8192 x 128) = 9.537e-07", "x m/8192 (m: mean tokens of a sample)"),
-        ({**CONSTANT, "use_dynamic_global_batch_size": True}, "1/(L N) = 1/(8192 N)", "x m/8192 (m: mean tokens of a sample)"),
-        (TOKEN_MEAN, "1/T", "x 1 on average, x m_i/(mean tokens of the step's samples) for sample i"),
-        # 128 samples in groups of 8 are 16 prompts.
-        ({**PROMPT_MEAN, **REDUCER, **REWARD}, "1/(P M_g) = 1/(16 M_g)", OF_PROMPT),
-    ],
-)
-def test_the_line_tells_weight_and_shift(settings, weight, shift):
-    launch = check_launch(Namespace(**settings))
-    assert weight_of_a_token(launch) == weight
-    assert re.fullmatch(f"weights against sample_mean {re.escape(shift)}(: Adam hides it.*)?", shift_in_words(launch.config))
-
-
-BY_OUR_LOSS = {**dict.fromkeys(REDUCER), **CUSTOM_LOSS}
-
-
-@pytest.mark.parametrize(
-    ("settings", "end"),
-    [
-        (CONSTANT, "clipping does not"),
-        ({**CONSTANT, "kl_loss_coef": 0.01}, "clipping does not"),  # --use-kl-loss is off
-        ({**CONSTANT, "kl_loss_coef": 0.01, "use_kl_loss": True, "entropy_coef": 0.1}, "; KL and entropy x 8192/m beside it"),
-        ({**CONSTANT, **BY_OUR_LOSS, "entropy_coef": 0.1}, "clipping does not; entropy x 8192/m beside it"),
-        ({**CONSTANT, **BY_OUR_LOSS}, "clipping does not"),
-    ],
-)
-def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
-    """With the reducer they are the host's own, of the host's coefficients."""
-    launch = check_launch(Namespace(**{"kl_loss_type": "k3", **settings}))
-    line = summary(launch, ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
-    assert f"{end} | host slime" in line
-
-
-@pytest.mark.parametrize(
-    ("settings", "step"),
-    [
-        (SAMPLE_MEAN, "step of as many samples as come"),
-        (CONSTANT, f"step of 128 {ONCE}"),
-        # 128 samples in groups of 8; 12 are no whole groups of 8.
-        ({**CONSTANT, "n_samples_per_prompt": 8}, f"step of 128 {ONCE}, 16 prompts"),
-        ({**SAMPLE_MEAN, "global_batch_size": 12, "n_samples_per_prompt": 8}, f"step of 12 {ONCE}"),
-        ({**CONSTANT, "use_dynamic_global_batch_size": True, "n_samples_per_prompt": 8}, "step of as many samples as come"),
-        ({**CONSTANT, "multi_lora": True, "n_samples_per_prompt": 8}, "step of an adapter's own batch, whose rollouts are N"),
-    ],
-)
-def test_the_line_tells_how_much_a_step_holds(settings, step):
-    assert step_in_words(check_launch(Namespace(**settings))) == step
-
-
-def test_the_line_tells_what_our_loss_was_told():
-    """Clip, temperature and coefficients come from the host's own flags, and nothing else says which have arrived."""
-    of_host = {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "rollout_temperature": 0.7, "use_kl_loss": True, "kl_loss_coef": 0.01}
-    settings = {**CUSTOM_LOSS, "advantage_estimator": "gspo", "loss_aggregation": "sample_mean", "kl_loss_type": "k3", **of_host}
+@pytest.mark.parametrize(("settings", "parts"), LINES, ids=range(len(LINES)))
+def test_the_line_tells_what_is_trained(settings, parts):
     line = summary(check_launch(Namespace(**settings)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
-    assert " by custom_loss | gspo, clip 0.0003/0.0004, KL 0.01, entropy 0, temperature 0.7 applied | step of " in line
-    corrected = {**settings, "use_tis": True, "use_opsm": True, "opsm_delta": 0.01, "use_unbiased_kl": True}
-    line = summary(check_launch(Namespace(**corrected)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
-    assert "KL 0.01 (unbiased), entropy 0, tis by token in [0, 2], samples beyond 0.01 dropped, temperature 0.7 applied" in line
-    line = summary(check_launch(Namespace(**CONSTANT)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
-    assert "clip 0" not in line and "temperature" not in line  # the host's loss has its own
+    for part in parts:
+        assert part in line
+    if "our reducer" in line:  # the host's loss has its own
+        assert "clip 0" not in line and "temperature" not in line

@@ -7,6 +7,7 @@ import io
 import math
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 from types import ModuleType
 
 import pytest
@@ -193,127 +194,110 @@ def args_of(*line, **host) -> Namespace:
     return Namespace(**host, **vars(compose_extra_args_provider()(ArgumentParser()).parse_args(line)))
 
 
-def test_an_unset_flag_takes_the_value_of_train_rl():
-    config = megatron_lm_config(args_of(**{**OF_TRAIN_RL, "rl_default_temperature": 0.7, "grpo_clamp_eps_upper": 0.03}))
-    expected = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.03, "kl_coefficient": 0.001, "policy_temperature": 0.7}
-    assert config == PolicyLossConfig(**expected)
-
-
-def test_a_set_flag_beats_a_default_of_train_rl_and_not_a_value():
-    """argparse does not tell a default from a value that was typed; another number can only have been typed."""
-    line = ["--clip-ratio-low", "0.2", "--kl-coefficient", "0"]
-    config = megatron_lm_config(args_of(*line, **OF_TRAIN_RL))
-    assert (config.clip_ratio_low, config.clip_ratio_high, config.kl_coefficient) == (0.2, 0.01, 0.0)
-    with pytest.raises(ConfigError) as error:
-        megatron_lm_config(args_of(*line, **{**OF_TRAIN_RL, "grpo_clamp_eps_lower": 0.1, "grpo_kl_beta": 0.5}))
-    assert error.value.problems == (
-        "--clip-ratio-low 0.2 and --grpo-clamp-eps-lower 0.1 are the same thing with two values: remove one of them",
-        "--kl-coefficient 0.0 and --grpo-kl-beta 0.5 are the same thing with two values: remove one of them",
-    )
-    assert (
-        megatron_lm_config(args_of("--clip-ratio-low", "0.1", **{**OF_TRAIN_RL, "grpo_clamp_eps_lower": 0.1})).clip_ratio_low == 0.1
-    )
-
-
-def test_in_a_loop_that_is_not_train_rl_its_options_mean_nothing():
-    config = megatron_lm_config(args_of(**{**OF_TRAIN_RL, "perform_rl_step": False, "grpo_kl_beta": 0.5}))
-    assert config == PolicyLossConfig()
-
-
-def test_what_the_forward_step_would_leave_out_is_refused_with_everything_else():
-    host = {**OF_TRAIN_RL, "rl_use_sequence_packing": False}
-    with pytest.raises(ConfigError) as error:
-        megatron_lm_config(args_of("--loss-aggregation", "constant", "--importance-correction", "icepop", **host))
-    packing, correction, divisor = error.value.problems
-    assert "without --rl-use-sequence-packing: our forward step reads packed bins" in packing
-    assert correction.startswith("--importance-correction icepop compares with the sampler, and train_rl.py packs")
-    assert correction.endswith("only with --rl-inference-logprobs-is-correction: add it")
-    assert "needs --loss-aggregation-divisor" in divisor
-
-
 CORRECTED = {**OF_TRAIN_RL, "rl_inference_logprobs_is_correction": True}
-
-
-@pytest.mark.parametrize(
-    ("line", "coefficient", "expected"),
-    [
-        ([], 3.0, ("tis", 3.0, None)),
-        ([], None, ("tis", math.exp(20), None)),  # train_rl.py truncates nothing without a coefficient
-        (["--importance-correction", "tis", "--importance-correction-high", "3"], 3.0, ("tis", 3.0, None)),
-        (["--importance-correction-high", "4"], None, ("tis", 4.0, None)),
-        (["--importance-correction", "icepop"], None, ("icepop", None, None)),
-        (["--importance-correction", "none", "--off-policy-sequence-delta", "0.1"], None, ("none", None, 0.1)),
-    ],
-)
-def test_the_inference_log_probs_of_train_rl_are_our_correction(line, coefficient, expected):
-    config = megatron_lm_config(args_of(*line, **CORRECTED, rl_importance_sampling_truncation_coef=coefficient))
-    found = (config.importance_correction, config.importance_correction_high, config.off_policy_sequence_delta)
-    assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (["--importance-correction", "icepop"], "--importance-correction icepop and --rl-inference-logprobs-is-correction tis are"),
-        (
-            ["--importance-correction-high", "4"],
-            "--importance-correction-high 4.0 and --rl-importance-sampling-truncation-coef 3.0",
-        ),
-    ],
-)
-def test_a_correction_and_a_coefficient_of_train_rl_that_differ_are_refused(line, problem):
-    args = args_of(*line, **CORRECTED, rl_importance_sampling_truncation_coef=3.0)
-    [found] = pytest.raises(ConfigError, megatron_lm_config, args).value.problems
-    assert found.startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("host", "problem"),
-    [
-        (
-            {"inference_dynamic_batching_logprobs_mode": "processed_logprobs"},
-            "--rl-default-top-p 0.9 beside --importance-correction tis",
-        ),
-        ({}, None),  # the engine's default is raw_logprobs
-        ({"inference_dynamic_batching_logprobs_mode": "processed_logprobs", "rl_default_top_p": 0.0}, None),
-    ],
-)
-def test_a_sampler_that_scores_its_kept_tokens_is_refused_beside_a_correction(host, problem):
-    """FB-114"""
-    args = args_of(**CORRECTED | {"rl_default_top_p": 0.9, "rl_default_top_k": -1} | host)
-    if problem is None:
-        megatron_lm_config(args)
-    else:
-        [found] = pytest.raises(ConfigError, megatron_lm_config, args).value.problems
-        assert found.startswith(problem)
-
-
 COLLECTION = {**OF_TRAIN_RL, "grpo_prompts_per_step": 32, "grpo_group_size": 8, "grpo_iterations": 2}
+SCORES_KEPT = {"inference_dynamic_batching_logprobs_mode": "processed_logprobs"}
+TOP_P = {**CORRECTED, "rl_default_top_p": 0.9, "rl_default_top_k": -1}
+COEFFICIENT = {"rl_importance_sampling_truncation_coef": 3.0}
+OWN_LOOP = {"perform_rl_step": False}
+CLIPPED_OTHERWISE = ["--clip-ratio-low", "0.2", "--kl-coefficient", "0"]
+PROMPT_MEAN, PARTIAL = ["--loss-aggregation", "prompt_mean"], ["--allow-partial-prompt-groups"]
 
 
-@pytest.mark.parametrize("step", [128, 100, 512], ids=["whole groups of rows", "no whole groups", "two collections"])
-def test_prompt_mean_is_refused_where_a_step_is_not_a_collection(step):
-    """FB-07: bins are dealt to steps, so that a multiple of the group size cuts groups too, and M_g would be a part's."""
-    args = args_of("--loss-aggregation", "prompt_mean", **COLLECTION, global_batch_size=step)
-    [problem] = pytest.raises(ConfigError, megatron_lm_config, args).value.problems
-    assert problem.startswith(f"--global-batch-size {step} with --loss-aggregation prompt_mean: a collection is")
-    assert "--grpo-group-size 8 = 256 samples" in problem
-    assert problem.endswith("set --global-batch-size 256, or accept them with --allow-partial-prompt-groups")
+def correction(kind: str, high: float | None, delta: float | None = None) -> dict:
+    return {"importance_correction": kind, "importance_correction_high": high, "off_policy_sequence_delta": delta}
 
 
-@pytest.mark.parametrize(
-    ("line", "host"),
-    [
-        pytest.param(["prompt_mean"], {"global_batch_size": 256}, id="one step a collection"),
-        pytest.param(["prompt_mean", "--allow-partial-prompt-groups"], {"global_batch_size": 100}, id="cut groups accepted"),
-        pytest.param(["prompt_mean"], {"global_batch_size": 100, "perform_rl_step": False}, id="a loop of one's own"),
-        pytest.param(["sample_mean"], {"global_batch_size": 100}, id="sample_mean"),
-    ],
-)
-def test_prompt_mean_is_allowed_where_groups_stay_whole_or_may_be_cut(line, host):
-    """The group size is train_rl's own: accepting cut groups needs no --samples-per-prompt, which rows of turns would break."""
-    config = megatron_lm_config(args_of("--loss-aggregation", *line, **{**COLLECTION, **host}))
-    assert (config.loss_aggregation, config.samples_per_prompt) == (line[0], None)
+# What is typed of our flags, the options of train_rl, and settings of ours that this gives.
+CONFIGS = {
+    "an unset flag takes the value of train_rl": (
+        [],
+        {**OF_TRAIN_RL, "rl_default_temperature": 0.7, "grpo_clamp_eps_upper": 0.03},
+        {"clip_ratio_low": 0.01, "clip_ratio_high": 0.03, "kl_coefficient": 0.001, "policy_temperature": 0.7},
+    ),
+    # argparse does not tell a default from a value that was typed.
+    "a set flag beats a default of train_rl": (
+        *(CLIPPED_OTHERWISE, OF_TRAIN_RL),
+        {"clip_ratio_low": 0.2, "clip_ratio_high": 0.01, "kl_coefficient": 0.0},
+    ),
+    "the same value twice": (
+        *(["--clip-ratio-low", "0.1"], {**OF_TRAIN_RL, "grpo_clamp_eps_lower": 0.1}),
+        {"clip_ratio_low": 0.1},
+    ),
+    "in another loop its options mean nothing": ([], {**OF_TRAIN_RL, **OWN_LOOP, "grpo_kl_beta": 0.5}, asdict(PolicyLossConfig())),
+    # The inference log-probabilities of train_rl are our correction.
+    "tis": ([], {**CORRECTED, **COEFFICIENT}, correction("tis", 3.0)),
+    "tis without a coefficient, which truncates nothing": ([], CORRECTED, correction("tis", math.exp(20))),
+    "tis twice": (
+        *(["--importance-correction", "tis", "--importance-correction-high", "3"], {**CORRECTED, **COEFFICIENT}),
+        correction("tis", 3.0),
+    ),
+    "a bound of ours": (["--importance-correction-high", "4"], CORRECTED, correction("tis", 4.0)),
+    "icepop": (["--importance-correction", "icepop"], CORRECTED, correction("icepop", None)),
+    "dropped samples alone": (
+        *(["--importance-correction", "none", "--off-policy-sequence-delta", "0.1"], CORRECTED),
+        correction("none", None, 0.1),
+    ),
+    "a sampler's default scores, which are raw": ([], TOP_P, correction("tis", math.exp(20))),
+    "a sampler that keeps all": ([], {**TOP_P, **SCORES_KEPT, "rl_default_top_p": 0.0}, correction("tis", math.exp(20))),
+    # The group size is train_rl's own: accepting cut groups needs no --samples-per-prompt, which rows of turns would break.
+    "one step a collection": (PROMPT_MEAN, {**COLLECTION, "global_batch_size": 256}, {"samples_per_prompt": None}),
+    "cut groups accepted": (PROMPT_MEAN + PARTIAL, {**COLLECTION, "global_batch_size": 100}, {"samples_per_prompt": None}),
+    "prompt_mean in a loop of one's own": (PROMPT_MEAN, {**COLLECTION, **OWN_LOOP, "global_batch_size": 100}, {}),
+    "sample_mean cuts groups": ([], {**COLLECTION, "global_batch_size": 100}, {"loss_aggregation": "sample_mean"}),
+}
+# What is typed, the options, and how each problem begins.
+PROBLEMS = {
+    "another value that can only have been typed": (
+        *(CLIPPED_OTHERWISE, {**OF_TRAIN_RL, "grpo_clamp_eps_lower": 0.1, "grpo_kl_beta": 0.5}),
+        [
+            "--clip-ratio-low 0.2 and --grpo-clamp-eps-lower 0.1 are the same thing with two values: remove one of them",
+            "--kl-coefficient 0.0 and --grpo-kl-beta 0.5 are the same thing with two values: remove one of them",
+        ],
+    ),
+    "what the forward step would leave out": (
+        ["--loss-aggregation", "constant", "--importance-correction", "icepop"],
+        {**OF_TRAIN_RL, "rl_use_sequence_packing": False},
+        [
+            "train_rl.py without --rl-use-sequence-packing: our forward step reads packed bins",
+            "--importance-correction icepop compares with the sampler, and train_rl.py packs",
+            "loss_aggregation=constant needs --loss-aggregation-divisor",
+        ],
+    ),
+    "another correction": (
+        *(["--importance-correction", "icepop"], {**CORRECTED, **COEFFICIENT}),
+        ["--importance-correction icepop and --rl-inference-logprobs-is-correction tis are"],
+    ),
+    "another bound": (
+        *(["--importance-correction-high", "4"], {**CORRECTED, **COEFFICIENT}),
+        ["--importance-correction-high 4.0 and --rl-importance-sampling-truncation-coef 3.0"],
+    ),
+    "FB-114 a sampler that scores its kept tokens": (
+        *([], {**TOP_P, **SCORES_KEPT}),
+        ["--rl-default-top-p 0.9 beside --importance-correction tis"],
+    ),
+    # Bins are dealt to steps, so that a multiple of the group size cuts groups too, and M_g would be a part's.
+    **{
+        f"FB-07 a step of {step} of a collection": (
+            *(PROMPT_MEAN, {**COLLECTION, "global_batch_size": step}),
+            [f"--global-batch-size {step} with --loss-aggregation prompt_mean: a collection is"],
+        )
+        for step in (128, 100, 512)
+    },
+}
+
+
+@pytest.mark.parametrize(("line", "host", "expected"), CONFIGS.values(), ids=CONFIGS)
+def test_flags_and_the_options_of_train_rl_give_one_config(line, host, expected):
+    config = megatron_lm_config(args_of(*line, **host))
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("line", "host", "says"), PROBLEMS.values(), ids=PROBLEMS)
+def test_two_values_and_what_would_be_left_out_are_refused_together(line, host, says):
+    problems = pytest.raises(ConfigError, megatron_lm_config, args_of(*line, **host)).value.problems
+    for problem, beginning in zip(problems, says, strict=True):
+        assert problem.startswith(beginning)
 
 
 @pytest.mark.parametrize("name", ["own_reinforce", "own_losses.reinforce"])
