@@ -37,7 +37,6 @@ CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 # For float64: what is left are roundings.
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 # Step S of the table of field bugs: prompts (a, a, b, b), unmasked tokens (2, 4, 1, 0).
-S_MASKS = [[1, 1], [1, 1, 1, 1], [1], [0, 0, 0]]
 S_PROMPTS = ["a", "a", "b", "b"]
 COLLECTIVES = {
     *"all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter_tensor reduce_scatter broadcast".split(),
@@ -62,7 +61,7 @@ def names_forgotten() -> Iterator[None]:
 
 
 def s_masks() -> list[Tensor]:
-    return [torch.tensor(mask, dtype=torch.bool) for mask in S_MASKS]
+    return [torch.tensor(mask, dtype=torch.bool) for mask in ([1, 1], [1, 1, 1, 1], [1], [0, 0, 0])]
 
 
 @dataclass(frozen=True)
@@ -177,11 +176,6 @@ PARAMETERS = {
         "vespo_decay_negative": 1.2,
     },
 }
-
-
-def clip_for(name: str) -> dict[str, float]:
-    """CLIP, or nothing for a loss without a clip, which refuses it."""
-    return {} if get_policy_loss(name).clip_ratios is None else CLIP
 
 
 def without_needless_clip(front_door, name: str, *arguments, **options):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE, Batch, clip_for, random_batch, without_needless_clip
+from helpers import CLIP, KERNEL_DEVICE, Batch, random_batch, without_needless_clip
 from launches import counted_launches
 from simulated_cuda import simulated_cuda
 from simulated_ranks import groups_of_ranks
@@ -104,7 +104,7 @@ def run(
     """(the output, the gradient), after a backward with SCALE."""
     leaf = batch.logits.clone().requires_grad_()
     asked = {"temperature": 0.7, "vocab_size": REAL, "backend": backend, "loss_scale": loss_scale} | options
-    output = without_needless_clip(policy_loss, kind, leaf * 1, *batch.arguments(), **clip_for(kind), **asked)
+    output = without_needless_clip(policy_loss, kind, leaf * 1, *batch.arguments(), **CLIP, **asked)
     (output.loss * SCALE).backward()
     return output, leaf.grad
 
