@@ -479,47 +479,12 @@ PLANTED = {
 }
 
 
-def write_numbers():
-    x = on_device()
-    x[0], x[1:3], x[mask()] = 3, 4.0, 5.0
-
-
-def gradient_on_the_device():
-    leaf = (on_device() * 1).requires_grad_()
-    (leaf[mark(index())] * 3).sum().backward()
-    assert leaf.grad.is_cuda and leaf.grad.device == leaf.device == torch.device("cuda", 0)
-
-
-HARMLESS = {
-    "made by a kernel": lambda: [torch.zeros(2, device="cuda"), torch.arange(3, device=0), torch.full((), 2, device="cuda:0")],
-    "like another": lambda: torch.full_like(on_device(), 2).new_zeros(3) + on_device()[:3],
-    "a copy that nobody waits for": lambda: torch.ones(5).to("cuda", non_blocking=True) + on_device(),
-    "numbers": lambda: on_device() * 2 + torch.tensor(1.0),
-    "where": lambda: torch.where(mask(), on_device(), -torch.inf),
-    "index by the device's": lambda: on_device()[mark(index())],
-    "written numbers": write_numbers,
-    "repeat_interleave of a known size": lambda: torch.repeat_interleave(
-        on_device(), mark(torch.ones(5, dtype=torch.int64)), output_size=5
-    ),
-    "reductions": lambda: [on_device().max(), on_device().argmax(), on_device().cumsum(0), on_device().isfinite().all()],
-    "a gradient": gradient_on_the_device,
-    "the host's own": lambda: [torch.ones(5).nonzero(), torch.ones(5).tolist(), torch.ones(5)[torch.ones(5) > 0].sum().item()],
-}
-
-
 @pytest.mark.parametrize("name", PLANTED)
 def test_each_planted_wait_copy_and_mixture_is_seen_once(name):
     kind, run = PLANTED[name]
     with simulated_cuda() as seen:
         run()
     assert [event.kind for event in seen] == [kind], seen
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_what_costs_no_wait_stays_silent(name):
-    with simulated_cuda() as seen:
-        HARMLESS[name]()
-    assert seen == []
 
 
 @pytest.mark.parametrize(
@@ -539,7 +504,7 @@ def test_a_capture_refuses_what_a_graph_cannot_hold(kind, run):
             run()
         assert not torch.cuda.is_current_stream_capturing()
         with seen.capture():
-            HARMLESS["reductions"]()
+            on_device().max()
 
 
 def test_a_capture_refuses_a_kernel_without_a_binary():
