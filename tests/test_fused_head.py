@@ -303,7 +303,7 @@ def logits_on_rank(rank, config, settings):
     trainer, samples = tiny_trainer(config, vocab_size=246, hidden_size=HIDDEN, **settings), ragged_step()
     measuring, training = SeenShapes(), SeenShapes()
     with measuring:
-        [old], [ref] = trainer.log_probs([samples]), trainer.log_probs([samples], of_reference=True)
+        [old], [ref] = trainer.log_probs([samples]), trainer.log_probs([samples], with_reference=True)
     rows = zip(samples, old, ref, strict=True)
     with training:
         trainer.step([[replace(sample, old_log_probs=row, ref_log_probs=ref_row) for sample, row, ref_row in rows]])
