@@ -143,18 +143,6 @@ def test_a_sample_s_numbers_reach_the_loss_in_the_order_of_the_documents():
         assert batch.context is CONTEXT and batch.old_log_probs is batch.ref_log_probs is None
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("make", [padded, packed])
-def test_a_micro_batch_without_samples_still_has_rows_to_run_through_the_model(make, cp_size):
-    """FB-25: a rank short of samples meets the same collectives; without a row there would be no forward."""
-    arguments = {"num_rows": 2} if make is padded else {}
-    batch = make([], cp_size=cp_size, row_length=16, **arguments)
-    assert batch.tokens.shape == ((2, 16 // cp_size) if make is padded else (1, 16 // cp_size))
-    assert batch.cu_seqlens.tolist() == [0]
-    assert batch.advantages.shape == batch.token_weights.shape == batch.token_counts.shape == (0,)
-    assert not batch.loss_mask.any() and batch.old_log_probs is None
-
-
 UNLIKE, SOME = (
     r"sample 1: {} has \({},\) values for a response of {}",
     "{} is given for 1 of 2 samples of a micro-batch: all or none",

@@ -13,13 +13,10 @@ from helpers import error_of, pool_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.count import StepTotals
-from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
-from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
-from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
+from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.megatron.schedule import delivered_factor
 
@@ -104,39 +101,6 @@ def test_logits_that_tensor_parallel_ranks_gather_are_refused_on_each(pool, is_f
     assert one == two
     assert one.startswith("ConfigError: the output layer gathers its logits over 2 tensor-parallel ranks (gather_output=True)")
     assert "build the model with parallel_output=True" in one
-
-
-def masked_on_rank(rank, kind):
-    """(loss, tokens, gradient of the logits, reported loss, values that are not finite) of a micro-batch without an unmasked
-    token."""
-    trainer, sample = cases.tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy")), cases.ragged_step()[0]
-    length, nan = len(sample.loss_mask), float("nan")
-    numbers = {"advantage": nan, "token_weight": 0.0, "token_count": 0, "old_log_probs": torch.full((length,), nan)}
-    if "rollout_log_probs" in get_policy_loss(kind).inputs_needed:
-        numbers["rollout_log_probs"] = torch.full((length,), nan)
-    masked = PolicySample(tokens=torch.tensor(sample.tokens), loss_mask=torch.zeros(length), **numbers)
-    context = StepContext(totals=StepTotals(num_samples=1, num_prompts=1, num_tokens=1), num_microbatches=2)
-    shape = {"num_rows": 1, "row_length": 8, "cp_group": trainer.groups.cp, "device": torch.device("cpu")}
-    answers = []
-    for samples in ([masked], []):
-        batch = make_padded_batch(samples, context, **shape)
-        logits = torch.full((1, 8, cases.VOCABULARY), nan, requires_grad=True)
-        forward_step = PolicyForwardStep(trainer.config, vocab_size=cases.VOCABULARY)
-        loss, num_tokens, _ = forward_step.loss_func(batch, trainer.model.config, trainer.groups, logits * 1.0)
-        loss.backward()
-        [report] = forward_step.take_reports()
-        answers.append((loss.item(), int(num_tokens), logits.grad, report.policy_loss.item(), report.num_nonfinite.tolist()))
-    return answers
-
-
-@pytest.mark.parametrize("kind", ["grpo", "gspo", "dppo_tv"])
-def test_a_micro_batch_without_an_unmasked_token_has_loss_0_and_gradient_0(pool, kind):
-    """FB-55: 0 / 0 where everything is masked; here logits, old log-probabilities and the advantage are NaN besides (FB-56)."""
-    [(masked, empty)] = pool.run(masked_on_rank, kind, world_size=1)
-    for loss, num_tokens, gradient, reported, nonfinite in (masked, empty):
-        assert (loss, reported, num_tokens) == (0.0, 0.0, 1)
-        assert torch.equal(gradient, torch.zeros(1, 8, cases.VOCABULARY))
-        assert sum(nonfinite) == 0
 
 
 def unscaled_on_rank(rank):

@@ -198,16 +198,6 @@ def errors_by_kind(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor
     return {kind: (difference / of_truth) ** 0.5 for kind, (difference, of_truth) in sums.items()}
 
 
-def worst_error(answers: list, expected: dict[str, torch.Tensor]) -> float:
-    """Of any parameter on any rank; replicas may differ."""
-    worst = 0.0
-    for shards in (shards for answer in answers for shards in answer.gradients):
-        for name, shard in shards.items():
-            difference = shard.gradient - shard.cut_from(expected[name])
-            worst = max(worst, float(difference.norm() / expected[name].norm().clamp(min=1e-12)))
-    return worst
-
-
 def pairs(place: int) -> list[tuple[str, str]]:
     """Of the row with this number: GRPO and GSPO with another aggregation each, and one other loss, in turn. EVERY_COMBINATION=1:
     all. test_generated_steps.py has the products."""
