@@ -16,8 +16,8 @@ from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_sum, bro
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
 from megatron_rl.megatron.routing import RouteRecorder
-from megatron_rl.ops.linear_log_probs import LinearKeywords, linear_log_probs
-from megatron_rl.ops.log_probs import LogitsKeywords, vocab_parallel_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 # The model's output layer, unchanged.
 LOGITS = HeadSettings()
@@ -49,28 +49,31 @@ def response_log_probs(
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # [T]
         if inputs is None:
             rows = logits.flatten(0, 1)
-            logits_keywords: LogitsKeywords = {
-                "loss_mask": batch.loss_mask,
-                "temperature": temperature,
-                "vocab_size": vocab_size,
-                "tp_group": groups.tp,
-                "backend": backend,
-                "sampling_support": batch.sampling_support,
-            }
-            return vocab_parallel_log_probs(rows, batch.labels, **logits_keywords)
+            return vocab_parallel_log_probs(
+                rows,
+                batch.labels,
+                loss_mask=batch.loss_mask,
+                temperature=temperature,
+                vocab_size=vocab_size,
+                tp_group=groups.tp,
+                backend=backend,
+                sampling_support=batch.sampling_support,
+            )
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
-        head_keywords: LinearKeywords = {
-            "loss_mask": batch.host.loss_mask,
-            "temperature": temperature,
-            "vocab_size": vocab_size,
-            "tp_group": groups.tp,
-            "backend": backend,
-            "sampling_support": batch.host.sampling_support,
-            "max_logits_bytes": head.max_logits_bytes,
-            "sequence_parallel": is_sequence_parallel,
-            "fp32_logits": head.is_fp32,
-        }
-        return linear_log_probs(hidden, inputs.weight, batch.labels, **head_keywords)
+        return linear_log_probs(
+            hidden,
+            inputs.weight,
+            batch.labels,
+            loss_mask=batch.host.loss_mask,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            tp_group=groups.tp,
+            backend=backend,
+            max_logits_bytes=head.max_logits_bytes,
+            sequence_parallel=is_sequence_parallel,
+            fp32_logits=head.is_fp32,
+            sampling_support=batch.host.sampling_support,
+        )
 
     results = []
     for batch, sizes in zip(batches, lengths, strict=True):
