@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -15,11 +17,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, S, chain_of, explain, explain_json, stages
 from forked import forget, forked
 from test_counts import GOLDEN
 from test_rollouts import make_sample
 
+from megatron_rl.__main__ import main
 from megatron_rl.count import StepTotals
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
@@ -28,6 +30,40 @@ from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch
 from megatron_rl.weights import Formula, get_loss_aggregation, loss_aggregation_names
+
+# Step S of tests/helpers.py; the last response has no unmasked token.
+S = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b", "--loss-masks", "11,1111,1,000"]
+STEP = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b"]
+LAYOUT = ["--context-parallel-size", "2", "--data-parallel-size", "2", "--num-microbatches", "3"]
+CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8"]
+PROMPT_MEAN = ["--loss-aggregation", "prompt_mean"]
+PER_TOKEN = ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"]
+# Some weights and 1 / M are float32: a rounding each, over at most seven factors.
+CLOSE = {"rel": 1e-6}
+
+
+def explain(*arguments: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        code = main(["explain", *arguments])
+    return code, out.getvalue(), error.getvalue()
+
+
+def explain_json(*arguments: str, code: int = 0) -> dict:
+    """The object of --json of a command that ends with that exit code and says nothing else."""
+    found, out, error = explain(*arguments, "--json")
+    assert (found, error) == (code, ""), error or out
+    return json.loads(out)
+
+
+def chain_of(*arguments: str, code: int = 0) -> dict:
+    chain = explain_json(*arguments, code=code)["chain"]
+    assert chain["is_exact"] == (code == 0)
+    return chain
+
+
+def stages(chain: dict) -> dict[str, str]:
+    return {factor["stage"]: factor["formula"] for factor in chain["factors"]}
 
 
 @pytest.fixture(autouse=True)
@@ -142,13 +178,6 @@ def test_a_chain_by_hand():
     assert [row[0] for row in values[1:]] == pytest.approx([64, 1 / 16, 1 / 16], **CLOSE)
     assert chain["net_weights"] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 1 / 12], **CLOSE)
     assert (chain["net"], chain["asked"], chain["left_over"]) == ("1/(N m_i)", "1/(N m_i)", "1")
-
-
-def test_a_chain_per_token_by_hand():
-    """dp 8 x cp 2: the host gives each rank's sum x 2, and the 10 tokens are counted on both cp ranks of a sample."""
-    chain = chain_of(*STEP, "--host", "miles", *PER_TOKEN, "--data-parallel-size", "8", "--context-parallel-size", "2")
-    assert stages(chain) == {"reducer": "1", "host": "cp", "schedule": "1", "DDP": "1", "finalize": "1/(T cp)"}
-    assert [factor["values"][0] for factor in chain["factors"]] == pytest.approx([1, 2, 1, 1, 1 / 20], **CLOSE)
 
 
 # Of miles and slime: test_rollouts_of_several_samples_weigh_as_one.

@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from explain_cases import CLOSE, LAYOUT, S, chain_of, stages
 from helpers import (
     CLIP,
     EXACT,
@@ -38,6 +37,7 @@ from host_steps import oracle as truth_of_step
 from launches import counted_launches
 from loss_backends import TRITON, over_backends
 from nemo_rl_cases import master_config
+from test_explain import CLOSE, LAYOUT, S, chain_of, stages
 from torch import Tensor
 from trainer_cases import metrics_of, run_loop
 

