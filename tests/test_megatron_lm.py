@@ -259,7 +259,7 @@ PROBLEMS = {
         ["--loss-aggregation", "constant", "--importance-correction", "icepop"],
         {**OF_TRAIN_RL, "rl_use_sequence_packing": False},
         [
-            "train_rl.py without --rl-use-sequence-packing: our forward step reads packed bins",
+            "--perform-rl-step without --rl-use-sequence-packing: our forward step reads packed bins",
             "--importance-correction icepop compares with the sampler, and train_rl.py packs",
             "loss_aggregation=constant needs --loss-aggregation-divisor",
         ],
