@@ -87,16 +87,11 @@ def rollout_cases(losses: Sequence[str]) -> list[RowCase]:
 
 def samples_of(case: RowCase, seed: int = 3) -> tuple[list[StepSample], list[Tensor]]:
     """The samples with old log-probabilities on both sides of the clip, and the log-probabilities of their responses."""
-    samples = [whole_shares(sample) for sample in ragged_samples(seed, vocab_size=VOCABULARY, num_samples=case.num_samples)]
+    samples = ragged_samples(seed, vocab_size=VOCABULARY, num_samples=case.num_samples)
     numbers = random.Random(seed)
     log_probs = [[math.log(numbers.uniform(0.05, 0.9)) for _ in sample.loss_mask] for sample in samples]
     step = with_anchors(samples, log_probs, case.loss)
     return step, [torch.tensor(values, dtype=torch.float64) for values in log_probs]
-
-
-def whole_shares(sample: StepSample) -> StepSample:
-    """With a prompt so long that four context-parallel ranks have equal parts: per token, verl rounds a rank's count down."""
-    return replace(sample, tokens=[0] * (-len(sample.tokens) % 4) + sample.tokens)
 
 
 def truth(

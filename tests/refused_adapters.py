@@ -62,8 +62,11 @@ def launch_in_roll(**settings: Any) -> Launch:
 
 def launch_in_skyrl(**settings: Any) -> Launch:
     ours = {name.removeprefix(skyrl.PREFIX): value for name, value in settings.items() if name.startswith(skyrl.PREFIX)}
-    theirs = {name.removeprefix(skyrl.ALGORITHM): value for name, value in settings.items() if name.startswith(skyrl.ALGORITHM)}
-    return skyrl.read(put(algorithm_config("megatron_rl.grpo"), theirs), skyrl.Words(ours))
+    theirs = {name: value for name, value in settings.items() if not name.startswith(skyrl.PREFIX)}
+    trainer = SimpleNamespace(algorithm=algorithm_config("megatron_rl.grpo"))
+    config, words = put(SimpleNamespace(trainer=trainer), theirs), skyrl.Words(ours)
+    skyrl.check((config, words, skyrl.THEIRS))
+    return skyrl.read(config.trainer.algorithm, words, config)
 
 
 # verl
@@ -88,6 +91,8 @@ NO_OLD = {roll.RECOMPUTE: False}
 IS_WEIGHED = {"train_infer_correction.is_weight": SimpleNamespace(enabled=True)}
 IS_FILTERED = {"train_infer_correction.filters": [SimpleNamespace(enabled=True)]}
 OF_SKYRL = {f"{skyrl.ALGORITHM}off_policy_correction": SimpleNamespace(tis_ratio_type="token")}
+SKYRL_TOP_P = {"megatron_rl.importance_correction": "tis", f"{skyrl.SAMPLING}top_p": 0.8}
+SKYRL_MODE = "generator.inference_engine.engine_init_kwargs.logprobs_mode"
 
 # Door -> what is wrong in the launch.
 REFUSED: dict[Callable, list[dict[str, Any]]] = {
@@ -175,7 +180,7 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
         IS_WEIGHED | {VARIANT: "dppo_tv.token_mean"},
     ],
     launch_in_skyrl: [
-        {skyrl.LOSS: "regular"},
+        {skyrl.LOSS: "ppo"},
         {skyrl.LOSS: "megatron_rl.dro"},
         {skyrl.REDUCTION: "token_mean_legacy"},
         {skyrl.LOSS: "megatron_rl.dppo_tv", **OF_SKYRL},
@@ -183,6 +188,7 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
         {"megatron_rl.importance_correction": ""},
         {"megatron_rl.importance_corection": "tis"},
         {"megatron_rl.sapo_temperature_positive": 1.0},
+        SKYRL_TOP_P | {SKYRL_MODE: "processed_logprobs"},  # FB-114
     ],
 }
 # Beside a row of these.
@@ -192,7 +198,6 @@ TAKEN: dict[Callable, list[dict[str, Any]]] = {
         CUT | {f"{OURS}allow_partial_prompt_groups": True},
         {MODE: "megatron_rl.grpo.row_mean", verl.MANAGER: "mine.Manager", f"{OURS}one_sample_per_rollout": True},
         OF_ICEPOP | TOP_P | RAW,
-        OF_ICEPOP | TOP_P | {f"{ROLLOUT}name": "sglang"},
     ],
     call_in_verl: [DPPO | {"rollout_is_weights": CUT_WEIGHTS, "response_mask": CUT_WEIGHTS.bool()}],
     launch_in_nemo_rl: [
@@ -202,6 +207,7 @@ TAKEN: dict[Callable, list[dict[str, Any]]] = {
         {NEMO: "grpo.sample_mean", "grpo.advantage_clip_low": -5.0},
     ],
     launch_in_roll: [IS_FILTERED | {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis"}, IS_FILTERED | IS_WEIGHED],
+    launch_in_skyrl: [SKYRL_TOP_P],
 }
 
 # Launch, and fields of the config that our loss gets.

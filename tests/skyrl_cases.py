@@ -188,10 +188,8 @@ class SkyRL(Adapter):
         config, loss = self.config(case, **settings), skyrl.SkyrlLoss(case.loss, words_of(case, own))
 
         def call(data: dict[str, Tensor], rows: list[Tensor], num_microbatches: int) -> tuple[Tensor, dict]:
-            names = ("old_log_probs", "advantages", "loss_mask", "rollout_logprobs")
-            old, advantages, mask, sampled = (data[name] for name in names)
-            log_probs = responses(data, rows, mask.shape[1])
-            value, log = loss(log_probs, old, advantages, config=config, loss_mask=mask, rollout_logprobs=sampled)
+            given = {name: data.get(name) for name in ("old_log_probs", "advantages", "loss_mask", "rollout_logprobs")}
+            value, log = loss(responses(data, rows, given["loss_mask"].shape[1]), config=config, **given)
             return value * self.host_factor(case, num_microbatches), log
 
         return call

@@ -35,7 +35,7 @@ from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import contract as contract_module
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.contract import Contract
@@ -125,6 +125,31 @@ def test_a_micro_batch_without_a_trained_token_is_exact(adapter):
         found = adapter.run(case, step)
         assert largest_error(found, *adapter.truth(case, step)) <= TOLERANCE and found.loss != 0, case
         assert not any(found.gradients[index].any() for index in first)
+
+
+@of_each_host
+def test_a_value_of_a_trained_token_that_is_not_finite_is_refused(adapter):
+    case = RowCase(loss="grpo", aggregation="token_mean")
+    samples, log_probs = samples_of(case)
+    samples[1] = replace(samples[1], old_log_probs=[math.nan] * len(samples[1].loss_mask))
+    with pytest.raises(DataError, match="not finite"):
+        adapter.run(case, adapter.step(case, samples, log_probs))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "column", "remedy"),
+    [
+        (ADAPTERS["roll"], "infer_logprobs", "set actor_infer.generating_args.logprobs: 1"),
+        (ADAPTERS["skyrl"], "rollout_logprobs", "set generator.sampling_params.logprobs=1"),
+    ],
+    indirect=["adapter"],
+)
+def test_a_batch_without_the_samplers_log_probabilities_is_refused(adapter, column, remedy):
+    case = RowCase(loss="dppo_tv", aggregation="token_mean")
+    step = adapter.step(case)
+    del step.columns[column]
+    with pytest.raises(ConfigError, match=remedy):
+        adapter.run(case, step)
 
 
 @of_each_host
@@ -250,28 +275,21 @@ def test_metrics_have_the_hosts_names(adapter):
     assert adapter.run(case, adapter.step(case), **adapter.terms).metrics[0].keys() == adapter.metrics
 
 
+NAMED = Rollouts(several="turns", ids="name")
+
+
 @pytest.mark.parametrize(
     ("aggregation", "rollouts", "num_rollouts", "says"),
     [
-        (
-            "sample_mean",
-            Rollouts(),
-            None,
-            "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) | a row is a whole",
-        ),
+        ("sample_mean", Rollouts(), None, "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) | a row is"),
         ("token_mean", Rollouts(), None, "| weight of a token 1/T = 1/9 = 0.1111 |"),
         (
             "sample_mean",
-            Rollouts(several="turns", ids="name"),
+            NAMED,
             2,
-            "samples of 2 rollouts | on 1 rank | weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout is the rows of one name |",
+            "of 2 rollouts | on 1 rank | weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout is the rows of",
         ),
-        (
-            "sample_mean",
-            Rollouts(several="turns", ids="name"),
-            4,
-            "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) |",
-        ),
+        ("sample_mean", NAMED, 4, "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) |"),
     ],
 )
 def test_the_first_step_says_what_a_rollout_weighs(aggregation, rollouts, num_rollouts, says):

@@ -51,25 +51,11 @@ def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():
     assert torch.equal(*gradients[:2]) and torch.equal(*gradients[1:])
 
 
-def test_a_worker_imports_a_loss_of_ones_own(tmp_path, monkeypatch):
-    """The driver pickles the loss; nothing but its dotted path tells a worker's process what to import."""
-    (tmp_path / "my_losses.py").write_text(
-        "from megatron_rl import register_policy_loss\n\n@register_policy_loss('of mine')\ndef mine(log_ratio, advantages):\n"
-        "    return -advantages * log_ratio.exp()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    case = RowCase(loss="gmpo", aggregation="token_mean", sizes=(3, 5))
-
-    def driver() -> None:
-        (tmp_path / "loss").write_bytes(pickle.dumps(ADAPTER.loss(case, megatron_rl="my_losses.mine.token_mean")))
-
-    def worker() -> None:
-        step, loss = ADAPTER.step(case), pickle.loads((tmp_path / "loss").read_bytes())
-        found = ADAPTER.run(case, step, call=ADAPTER.by(cases.emulated_call, loss, case, step))
-        assert found.loss != 0 and any(gradient.any() for gradient in found.gradients)
-
-    in_fork(driver)
-    in_fork(worker)
+def test_a_worker_gets_the_loss_pickled_and_the_name_that_was_typed():
+    """Nothing but a dotted path tells a worker's process what to import."""
+    typed = "megatron_rl.losses.gspo.gspo"
+    loss = pickle.loads(pickle.dumps(ADAPTER.loss(TOKEN_MEAN, megatron_rl=f"{typed}.token_mean")))
+    assert loss.config.policy_loss == typed and loss.launch.config == loss.config
 
 
 # The step

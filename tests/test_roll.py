@@ -19,7 +19,7 @@ from forked import forked, in_fork
 from host_checkouts import ROLL
 from roll_cases import ADAPTER
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.roll_loss import read_totals
 from megatron_rl.testing.ranks import run_ranks
@@ -50,23 +50,6 @@ def test_another_pipeline_is_refused():
     del pipeline.num_return_sequences_in_group
     with pytest.raises(ConfigError, match="is not of ROLL's RLVR pipeline"):
         roll.read(cases.worker_config("grpo.token_mean"), pipeline)
-
-
-@pytest.mark.parametrize(
-    ("loss", "column", "error", "message"),
-    [
-        ("grpo", "old_log_probs", DataError, "not finite"),
-        ("dppo_tv", "infer_logprobs", ConfigError, "set actor_infer.generating_args.logprobs: 1"),
-    ],
-)
-def test_a_batch_that_cannot_be_weighed_is_refused(loss, column, error, message):
-    case = RowCase(loss=loss, aggregation="token_mean")
-    step = ADAPTER.step(case)
-    values = step.columns.pop(column)
-    if error is DataError:
-        step.columns[column] = torch.full_like(values, math.nan)
-    with pytest.raises(error, match=message):
-        ADAPTER.run(case, step)
 
 
 def test_a_call_without_the_counts_of_the_step_is_refused():
