@@ -130,24 +130,6 @@ def test_verls_step_of_two_temperatures_is_that_of_its_logits(has_mtp):
     assert by_head[2] == (ROWS * WIDTH if has_mtp else HIDDEN)
 
 
-@pytest.mark.megatron
-def test_two_tensor_parallel_ranks_have_the_step_of_one():
-    options = {"is_fused": True, "has_mtp": True}
-    [(values, gradients, _)] = run_ranks(steps_on_a_rank, 1, options)[0]
-    two = run_ranks(steps_on_a_rank, 2, options | {"is_sequence_parallel": True}, tensor_model_parallel_size=2)
-    [(first, of_first, _)], [(second, of_second, _)] = two
-    for name, value in values.items():
-        assert torch.equal(first[name], second[name]) and relative(first[name], value) < LIMIT, name
-    for name, gradient in gradients.items():
-        if name == "output_layer.weight":
-            mine = torch.cat([of_first[name], of_second[name]])
-        elif name.startswith("mtp"):  # of this rank's positions
-            mine = of_first[name] + of_second[name]
-        else:
-            mine = of_first[name]
-        assert relative(mine, gradient) < LIMIT, name
-
-
 # Several temperatures
 
 

@@ -1,6 +1,7 @@
-"""What our adapters rest on in each host, line by line, in a checkout.
+"""What our adapters rest on in each host and no test runs, line by line, in a checkout.
 
-Red here: the host has moved; read what the line did, then what our adapter makes of it.
+Red here: the host has moved; read what the line did, then what our adapter makes of it. tests/test_whole_host.py and others run
+the hosts' workers, losses and schedules. These lines are of drivers, parsers and samplers.
 
 VERL_ROOT=... NEMO_RL_ROOT=... SLIME_ROOT=... pytest -m host --require host tests/test_host_contracts.py
 """
@@ -15,40 +16,12 @@ import pytest
 from megatron_rl.hosts import ADAPTER_NAMES
 from megatron_rl.hosts.heads.nemo_rl import OWN_WORKER
 
-_MERGED = """        for k, v in data.items():
-            if hasattr(args, k):
-                logger.info(f"Warning: Argument {k} is already set to {getattr(args, k)}, will override with {v}.")
-            setattr(args, k, v)
-"""
-# What a weight rests on: host -> file -> exact text.
-WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
+# What a weight rests on, and what is said of samplers that keep a part of the vocabulary: host -> file -> exact text.
+LINES: dict[str, dict[str, tuple[str, ...]]] = {
     "verl": {
         "verl/__init__.py": (
             '_entry_points(group="verl.plugins")',
             "_ep.load()",
-        ),
-        "verl/workers/utils/losses.py": (
-            *(f'config.global_batch_info["{key}"] = data["{key}"]' for key in ("dp_size", "batch_num_tokens", "global_batch_size")),
-            "pg_loss, pg_metrics = policy_loss_fn(",
-            "policy_loss -= entropy_coeff * entropy_loss",
-            "import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty",
-            "kld = kl_penalty(logprob=log_prob, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)",
-        ),
-        "verl/workers/engine/megatron/transformer_impl.py": (
-            'scaled_loss = loss * data["num_micro_batch"]',
-            "local_sum = loss * routed_num_tokens / dp_size",
-            "local_num_tokens = (self._routed_num_tokens(data) // cp_size).to(torch.int)",
-            "tu.assign_non_tensor(data, dp_size=self.get_data_parallel_size())",
-            "tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item())",
-            'if _agg_mode == "seq-mean-token-mean" and not self.engine_config.dynamic_context_parallel:',
-        ),
-        "verl/workers/engine/fsdp/transformer_impl.py": (
-            'batch_num_tokens = data["loss_mask"].sum()',
-            "tu.assign_non_tensor(data, dp_size=self.get_data_parallel_size())",
-        ),
-        "verl/models/mcore/util.py": (
-            "torch.distributed.all_gather(output_list, output.detach(), group=cp_group)",
-            "output_list[cp_rank] = output",
         ),
         "verl/trainer/ppo/ray_trainer.py": (
             'adv_kwargs["index"] = data.non_tensor_batch["uid"]',
@@ -92,27 +65,28 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
         "verl/trainer/config/algorithm/rollout_correction.yaml": (
             *("rollout_is: null", "rollout_is_threshold: 2.0", "rollout_is_batch_normalize: false"),
         ),
-        "verl/trainer/config/rollout/rollout.yaml": ("calculate_log_probs: True",),
-        "verl/workers/engine_workers.py": (
-            "mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",
-            "actor_config: ActorConfig = omega_conf_to_dataclass(self.config.actor)",
+        "verl/trainer/config/rollout/rollout.yaml": (
+            *("calculate_log_probs: True", "\ntop_k: -1\n", "\ntop_p: 1\n", "\nlogprobs_mode: processed_logprobs\n"),
         ),
+        "verl/workers/engine_workers.py": ("actor_config: ActorConfig = omega_conf_to_dataclass(self.config.actor)",),
         "verl/utils/config.py": ('return instantiate(config, _convert_="partial")',),
         "verl/trainer/config/actor/actor.yaml": ("_target_: verl.workers.config.PolicyLossConfig",),
+        "verl/workers/rollout/vllm_rollout/vllm_async_server.py": (
+            '"logprobs_mode": self.config.logprobs_mode,',
+            "            **engine_kwargs,\n",
+        ),
+        "verl/experimental/agent_loop/agent_loop.py": ("top_p=config.top_p,", "top_k=config.top_k,", "config.val_kwargs.top_p"),
     },
     "nemo_rl": {
         "nemo_rl/models/megatron/setup.py": (
             *("model_cfg.calculate_per_token_loss = True", "average_in_collective=False"),
             'config["megatron_cfg"].get("use_fused_linear_logprobs", False)',
         ),
-        "nemo_rl/models/megatron/train.py": ("return loss / cp_size, metrics", "return loss * num_microbatches / cp_size, metrics"),
         "nemo_rl/models/megatron/data.py": (
             'local_valid_seqs = torch.sum(batch["sample_mask"])',
             'batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)',
             "torch.distributed.all_reduce(to_reduce, group=dp_group)",
         ),
-        "nemo_rl/algorithms/loss/wrapper.py": ("seq_data = data.slice(seq_idx, seq_idx + 1)", "loss_accum += loss"),
-        "nemo_rl/distributed/model_utils.py": ("torch.distributed.all_reduce(grad_output, group=ctx.cp_group)",),
         "nemo_rl/algorithms/loss/loss_functions.py": ('"curr_logprobs_unfiltered", curr_logprobs',),
         "nemo_rl/algorithms/grpo.py": (
             "loss_fn = ClippedPGLossFn(",
@@ -131,16 +105,23 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "class MegatronPolicyWorkerImpl(",
             'get_runtime_env_for_policy_worker("megatron_policy_worker")',
         ),
+        "examples/configs/grpo_math_1B.yaml": (
+            "    top_p: 1.0\n    top_k: null\n",
+            "      logprobs_mode: processed_logprobs\n",
+        ),
+        "nemo_rl/models/generation/vllm/vllm_worker.py": ('self.cfg["vllm_cfg"].get("logprobs_mode")',),
+        "nemo_rl/models/generation/megatron/megatron_worker.py": ('logprobs_mode="processed_logprobs"',),
+        "nemo_rl/algorithms/utils.py": ("logprobs = torch.where(mask.bool(), logprobs, 0.0)",),
+        "nemo_rl/algorithms/logits_sampling_utils.py": (
+            "top_k is not None and top_k > 0",
+            "top_p is not None and top_p != 1.0",
+        ),
     },
     "roll": {
         "roll/distributed/strategy/megatron_strategy.py": (
             "micro_batch.meta_info['loss_scale'] = num_microbatches * mpu.get_data_parallel_world_size()",
-            "loss_result *= data.meta_info['loss_scale']",
-            "loss *= data.meta_info['loss_scale']",
-            "loss_result += loss",
             # Nobody reads the logits after the loss, which may write over them.
             "loss, metrics = loss_func(data, output_tensor)\n                if self.worker_config.apply_loss_scale:",
-            "local_chunk = output_tensor[:, seq_start:seq_end]",
         ),
         "roll/distributed/strategy/strategy.py": (
             'num_valid = torch.tensor(len(batch), device=batch.batch["input_ids"].device)',
@@ -160,10 +141,23 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
         "roll/utils/dynamic_batching.py": ("if total_tokens_in_mbs <= max_tokens_per_microbatch:",),
         "roll/utils/functionals.py": ("prompt_mask = (attention_mask == 1) & (new_response_mask == 0)",),
         "roll/pipeline/base_worker.py": ("self.strategy.train_step(batch=backward_batch, loss_func=self.loss_func)",),
+        "roll/configs/generating_args.py": (
+            "top_p: Optional[float] = field(\n        default=0.7,",
+            "top_k: Optional[int] = field(\n        default=50,",
+        ),
+        "roll/distributed/strategy/vllm_strategy.py": (
+            "vllm_config = copy.deepcopy(self.worker_config.strategy_args.strategy_config)",
+            'top_p=gen_kwargs["top_p"],',
+        ),
     },
     "skyrl": {
         "skyrl/train/utils/utils.py": ("assert cfg.trainer.train_batch_size % cfg.trainer.policy_mini_batch_size == 0,",),
-        "skyrl/train/config/config.py": ("train_batch_size: int = 1024", "policy_mini_batch_size: int = 256"),
+        "skyrl/train/config/config.py": (
+            *("train_batch_size: int = 1024", "policy_mini_batch_size: int = 256"),
+            *("    step_wise_trajectories: bool = False\n", "    engine_init_kwargs: Dict[str, Any] = field("),
+            *("    inference_engine: InferenceEngineConfig = field(", "    sampling_params: SamplingParams = field("),
+            *("    top_p: float = 1.0\n", "    min_p: float = 0.0\n", "    top_k: int = -1\n"),
+        ),
         "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py": (
             "grad_sum_correction_factor = num_microbatches * dp_size",
             "policy_loss * grad_sum_correction_factor",
@@ -181,57 +175,6 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             'if arg.startswith("trainer.override_entrypoint="):',
             "return import_module(override_entrypoint).main()",
             "SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])",
-        ),
-    },
-    # Budgets of a rank, and not of a micro-batch. Each key of --custom-config-path becomes an attribute, and nothing is checked.
-    "miles": {
-        "miles/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",),
-        "miles/utils/arguments.py": (f"yaml.safe_load(resolve_file_arg(args.custom_config_path)) or {{}}\n{_MERGED}",),
-    },
-    "slime": {
-        "slime/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",),
-        "slime/utils/arguments.py": (f"data = yaml.safe_load(f) or {{}}\n{_MERGED}",),
-    },
-}
-
-# What is said of samplers that keep a part of the vocabulary: names and defaults.
-SAMPLING: dict[str, dict[str, tuple[str, ...]]] = {
-    "verl": {
-        "verl/trainer/config/rollout/rollout.yaml": ("\ntop_k: -1\n", "\ntop_p: 1\n", "\nlogprobs_mode: processed_logprobs\n"),
-        "verl/workers/rollout/vllm_rollout/vllm_async_server.py": (
-            '"logprobs_mode": self.config.logprobs_mode,',
-            "            **engine_kwargs,\n",
-        ),
-        "verl/experimental/agent_loop/agent_loop.py": ("top_p=config.top_p,", "top_k=config.top_k,", "config.val_kwargs.top_p"),
-    },
-    "nemo_rl": {
-        "examples/configs/grpo_math_1B.yaml": (
-            "    top_p: 1.0\n    top_k: null\n",
-            "      logprobs_mode: processed_logprobs\n",
-        ),
-        "nemo_rl/models/generation/vllm/vllm_worker.py": ('self.cfg["vllm_cfg"].get("logprobs_mode")',),
-        "nemo_rl/models/generation/megatron/megatron_worker.py": ('logprobs_mode="processed_logprobs"',),
-        "nemo_rl/algorithms/utils.py": ("logprobs = torch.where(mask.bool(), logprobs, 0.0)",),
-        "nemo_rl/algorithms/logits_sampling_utils.py": (
-            "top_k is not None and top_k > 0",
-            "top_p is not None and top_p != 1.0",
-        ),
-    },
-    "roll": {
-        "roll/configs/generating_args.py": (
-            "top_p: Optional[float] = field(\n        default=0.7,",
-            "top_k: Optional[int] = field(\n        default=50,",
-        ),
-        "roll/distributed/strategy/vllm_strategy.py": (
-            "vllm_config = copy.deepcopy(self.worker_config.strategy_args.strategy_config)",
-            'top_p=gen_kwargs["top_p"],',
-        ),
-    },
-    "skyrl": {
-        "skyrl/train/config/config.py": (
-            *("    step_wise_trajectories: bool = False\n", "    engine_init_kwargs: Dict[str, Any] = field("),
-            *("    inference_engine: InferenceEngineConfig = field(", "    sampling_params: SamplingParams = field("),
-            *("    top_p: float = 1.0\n", "    min_p: float = 0.0\n", "    top_k: int = -1\n"),
         ),
         "skyrl/backends/skyrl_train/inference_servers/engine_utils.py": ('"min_p": sampling_params.min_p,',),
         "skyrl/backends/skyrl_train/inference_servers/utils.py": ("engine_kwargs = get_config_as_dict(ie_cfg.engine_init_kwargs)",),
@@ -253,37 +196,13 @@ SAMPLING: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# After custom_loss, which may write over the logits, these hosts read them under --allgather-cp alone.
-_LOSS = "loss, log = func(args, batch, logits, sum_of_sample_mean)\n\n"
-_OF_ALL_RANKS = "        loss = loss + 0 * logits.sum()\n\n    # Here we need to divide by cp_size because to cancel the multiply"
-LOGITS: dict[str, dict[str, tuple[str, ...]]] = {
-    "miles": {
-        "miles/backends/training_utils/loss.py": (
-            "    if args.recompute_loss_function:\n        loss, log = checkpoint(",
-            f"{_LOSS}    # Forces autograd to traverse the full graph on every rank to avoid hang.\n"
-            f"    if parallel_state.cp.size > 1 and args.allgather_cp:\n{_OF_ALL_RANKS}",
-        ),
-    },
-    "slime": {
-        "slime/backends/megatron_utils/loss.py": (
-            "    if args.recompute_loss_function:\n        loss, log = checkpoint(func, args, batch, logits, sum_of_sample_mean, ",
-            _LOSS,
-            f"    if args.allgather_cp and mpu.get_context_parallel_world_size() > 1:\n{_OF_ALL_RANKS}",
-        ),
-    },
-}
 
-
-TABLES = {"weights": WEIGHTS, "sampling": SAMPLING, "logits": LOGITS}
-
-
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-@pytest.mark.parametrize("host", [pytest.param(name, marks=pytest.mark.host(f"{name.upper()}_ROOT")) for name in SAMPLING])
-def test_the_lines_that_an_adapter_rests_on_are_there(host, table):
+@pytest.mark.parametrize("host", [pytest.param(name, marks=pytest.mark.host(f"{name.upper()}_ROOT")) for name in LINES])
+def test_the_lines_that_an_adapter_rests_on_are_there(host):
     root = Path(os.environ[f"{host.upper()}_ROOT"])
-    moved = [(file, line) for file, lines in table.get(host, {}).items() for line in lines if line not in (root / file).read_text()]
+    moved = [(file, line) for file, lines in LINES[host].items() for line in lines if line not in (root / file).read_text()]
     assert moved == []
 
 
 def test_each_host_has_a_row():
-    assert set(SAMPLING) == {*ADAPTER_NAMES} and {*WEIGHTS, *LOGITS} <= set(SAMPLING)
+    assert set(LINES) == {*ADAPTER_NAMES}

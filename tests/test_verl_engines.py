@@ -21,30 +21,17 @@ from typing import Any
 import pytest
 import torch
 from test_hf import save_tokenizer, small_model
-from verl_engines import GROUP_SIZE, EngineLayout, Optimizer, Rollout, VerlRun, run_verl
+from test_whole_host import VOCABULARY, group_of, samples_of
+from verl_engines import GROUP_SIZE, EngineLayout, Optimizer, Rollout, VerlRun, run_verl, weights_in
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.hf_weights import read_hf_model
-from megatron_rl.train.rollouts import Sample, group_advantages
+from megatron_rl.train.rollouts import Sample
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
-NEEDED = (
-    "tensordict",
-    "hydra",
-    "accelerate",
-    "peft",
-    "codetiming",
-    "datasets",
-    "dill",
-    "fastapi",
-    "orjson",
-    "pandas",
-    "PIL",
-    "ray",
-    "uvicorn",
-)
+NEEDED = "tensordict hydra accelerate peft codetiming datasets dill fastapi orjson pandas PIL ray uvicorn".split()
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.host("VERL_ROOT"),
@@ -52,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"verl's own requirements are not installed: {', '.join(MISSING)}"),
 ]
 
-VOCABULARY, PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 24, 3, 3, 16, 0.9
+PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 3, 3, 16, 0.9
 CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (1.0, 0.28)}
 NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
 # With this eps Adam's step follows the size of a gradient, and not its sign, which rounding decides where a gradient is near 0. A
@@ -93,31 +80,15 @@ def folder(tmp_path_factory) -> Path:
 @functools.cache
 def rollouts() -> list[list[Sample]]:
     """Ragged prompts and responses, masked tokens in their middle, and a sample without an unmasked token."""
-    numbers = random.Random(5)
-    made = []
+    numbers, made = random.Random(5), []
     for _ in range(ROLLOUTS):
-        prompt_ids = [f"prompt {n // GROUP_SIZE}" for n in range(PROMPTS * GROUP_SIZE)]
-        rewards = [numbers.gauss(0.0, 1.0) for _ in prompt_ids]
-        samples = []
-        for index, (name, reward, advantage) in enumerate(
-            zip(prompt_ids, rewards, group_advantages(rewards, prompt_ids), strict=True)
-        ):
-            prompt, response = numbers.randrange(1, 8), numbers.randrange(2, 12)
-            mask = [0] * response if index == 6 else [1, *(int(numbers.random() < 0.8) for _ in range(response - 1))]
-            samples.append(
-                Sample(
-                    prompt_id=name,
-                    tokens=[numbers.randrange(2, VOCABULARY) for _ in range(prompt + response)],
-                    response_length=response,
-                    loss_mask=mask,
-                    reward=reward,
-                    advantage=advantage,
-                    old_log_probs=[numbers.gauss(-3.2, 0.3) for _ in range(response)],
-                    index=index,
-                )
-            )
-        made.append(samples)
+        samples = samples_of([record for group in range(PROMPTS) for record in group_of(numbers, group, True)])
+        made.append([replace(one, old_log_probs=random_log_probs(numbers, one)) for one in samples])
     return made
+
+
+def random_log_probs(numbers: random.Random, sample: Sample) -> list[float]:
+    return [numbers.gauss(-3.2, 0.3) for _ in range(sample.response_length)]
 
 
 def as_rollout(samples: list[Sample]) -> Rollout:
@@ -161,8 +132,6 @@ def truth_on_rank(
     rank: int, folder: str, rows: list[tuple[str, str]], steps: list[list[Sample]], **regularizers: Any
 ) -> list[dict[str, torch.Tensor]]:
     """The weights that our trainer leaves, by their names in the folder's format."""
-    from safetensors.torch import load_file
-
     found, model = [], read_hf_model(folder)
     for number, (loss, aggregation) in enumerate(rows):
         low, high = CLIPS[loss]
@@ -192,7 +161,7 @@ def truth_on_rank(
         for samples in steps:
             trainer.step([samples])
         trainer.save_hf(Path(folder, f"truth {number}"))
-        found.append({k: v for file in Path(folder, f"truth {number}").glob("*.safetensors") for k, v in load_file(file).items()})
+        found.append(weights_in(Path(folder, f"truth {number}")))
     return found
 
 
@@ -213,9 +182,7 @@ def truth(folder):
 
 @pytest.fixture(scope="module")
 def before(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
+    return weights_in(folder)
 
 
 def trained_by_verl(
@@ -295,19 +262,20 @@ def test_verls_training_worker_leaves_the_same_parameters_by_our_log_probabiliti
         assert differences(weights, truth[ROWS.index(row)], before) < LIMIT, row
 
 
-def own_and_ours(folder: Path, layout: EngineLayout, **rollout: Any) -> list[dict[str, torch.Tensor]]:
-    """The weights that verl's worker leaves of its own loss and an entropy bonus: by its functions from logits, and by our head."""
-    batches = [replace(as_rollout(samples), **rollout) for samples in rollouts()]
-    return [
-        by_own_loss(folder, replace(layout, has_our_log_probs=has_head, is_fused=has_head), batches) for has_head in (False, True)
-    ]
+# verl's own functions of logits, ours, and our head.
+BY = ({}, {"has_our_log_probs": True}, {"has_our_log_probs": True, "is_fused": True})
 
 
-def by_own_loss(folder: Path, layout: EngineLayout, batches: list[Rollout]) -> dict[str, torch.Tensor]:
+def by_own_loss(
+    folder: Path, layout: EngineLayout, *ways: dict, temperature: float | torch.Tensor
+) -> list[dict[str, torch.Tensor]]:
+    """The weights that verl's worker leaves of its own loss and an entropy bonus, in each of these ways."""
     run = VerlRun(loss_mode="vanilla", actor={"entropy_coeff": 0.3, "clip_ratio_low": 0.1})
-    return trained_by_verl(folder, layout, [run], batches)[0]
+    batches = [replace(as_rollout(samples), temperature=temperature) for samples in rollouts()]
+    return [trained_by_verl(folder, replace(layout, **way), [run], batches)[0] for way in ways]
 
 
+MIXED = torch.tensor([0.7, 1.3, 1.0] * 4)
 OF_TWO_TEMPERATURES = [
     replace(FSDP, world_size=2, micro_batch_size=3, backend="torch"),
     replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={CP: 2}),
@@ -317,12 +285,11 @@ OF_TWO_TEMPERATURES = [
 
 
 @pytest.mark.parametrize("layout", OF_TWO_TEMPERATURES, ids=str)
-def test_verls_batch_of_two_temperatures_is_trained_by_our_head_as_by_its_logits(folder, before, layout):
+def test_verls_batch_of_two_temperatures_is_trained_by_our_functions_and_head_as_by_its_logits(folder, before, layout):
     """verl refuses its own head for it, and for rows with padding; its fused kernel needs CUDA."""
-    temperature = torch.tensor([0.7, 1.3, 1.0] * 4)
-    theirs, ours = own_and_ours(folder, layout, temperature=temperature)
-    assert differences(ours, theirs, before) < LIMIT
-    one, _ = own_and_ours(folder, layout, temperature=0.7)
+    theirs, *ours = by_own_loss(folder, layout, *BY, temperature=MIXED)
+    assert [differences(one, theirs, before) < LIMIT for one in ours] == [True] * 2
+    (one,) = by_own_loss(folder, layout, BY[0], temperature=0.7)
     assert differences(one, theirs, before) > 1e3 * LIMIT  # else the temperature would say nothing
 
 
@@ -336,8 +303,9 @@ OF_MTP = [
 @pytest.mark.parametrize("layout", OF_MTP, ids=str)
 def test_verls_loss_of_mtp_is_trained_beside_our_head_as_beside_its_logits(folder, layout):
     """verl turns its own head off for MTP. The loss of MTP has verl's weight, and trains its layer and the trunk."""
-    theirs, ours = own_and_ours(folder, layout, temperature=torch.tensor([0.7, 1.3, 1.0] * 4))
-    start = by_own_loss(folder, layout, [])
+    theirs, ours = by_own_loss(folder, layout, BY[0], BY[2], temperature=MIXED)
+    run = VerlRun(loss_mode="vanilla", actor={})
+    (start,) = trained_by_verl(folder, layout, [run], [])
     assert differences(ours, theirs, start) < LIMIT
     assert any("mtp" in name and not torch.equal(value, start[name]) for name, value in theirs.items())
 
@@ -359,10 +327,7 @@ def test_verls_kl_term_by_our_estimator_is_that_of_our_trainer(folder, truth, be
     """kl_loss_type=unbiased, the mean over samples as ours is; two data-parallel ranks and micro-batches."""
     numbers = random.Random(6)
     steps = [
-        [
-            replace(sample, ref_log_probs=torch.tensor([numbers.gauss(-3.2, 0.3) for _ in range(sample.response_length)]))
-            for sample in samples
-        ]
+        [replace(sample, ref_log_probs=torch.tensor(random_log_probs(numbers, sample))) for sample in samples]
         for samples in rollouts()
     ]
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "unbiased", "loss_agg_mode": "seq-mean-token-mean"}

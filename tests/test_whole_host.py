@@ -244,6 +244,11 @@ def trained_by_command(words: list[str]) -> tuple[dict, dict, list[float]]:
     return (*torch.load(folder.with_suffix(".pt")), norms)
 
 
+def trained_by_host(host: str, words: list[str]) -> list[WholeRun]:
+    """New ranks for each launch: a host leaves its process groups, each with threads, and its functions in torch.distributed."""
+    return run_ranks(run_whole, 2, host, ROOTS[host], os.environ[MEGATRON_ROOT], words, use_megatron=False)
+
+
 def difference_of(of_ranks: list[dict], first: dict, last: dict) -> float:
     """The norm of the difference of the parameters over the norm of what the steps have moved."""
     found = trainer_cases.whole(of_ranks, VOCABULARY)
@@ -256,9 +261,7 @@ def difference_of(of_ranks: list[dict], first: dict, last: dict) -> float:
 def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, case):
     """Adam hides the scale of a gradient, so the norm that the host reports before it clips is compared too, step by step."""
     words = [*case.of_host(recorded), *LAYOUTS[layout].split()]
-    # New ranks for each launch: a host leaves its process groups, each with threads, and its functions in torch.distributed.
-    given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], words)
-    runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
+    runs = trained_by_host(host, words)
     first, last, norms = trained(case.loss, case.aggregation, case.has_sets)
     difference = difference_of([run.weights for run in runs], first, last)
     (steps,) = (run.steps for run in runs if run.steps)
@@ -268,10 +271,7 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     assert of_norms < LIMIT, (steps, norms)
     assert difference < LIMIT
     if case.has_sets:
-        ratios = [max(of_microbatch) for of_microbatch in zip(*(run.log_ratios for run in runs), strict=True)]
-        of_steps = [max(part) for part in zip(*[iter(ratios)] * (len(ratios) // (STEPS * ROLLOUTS)), strict=True)]
-        print(f"largest log-ratios of each step {of_steps}")
-        assert max(of_steps[::STEPS]) < 1e-6 < 1e-4 < min(of_steps[1::STEPS])
+        assert max(abs(step["train/ppo_kl"]) for step in steps[::STEPS]) < 1e-6
     # Of the logits, or of a chunk of them; also where old log-probabilities are measured.
     columns = VOCABULARY // (2 if "tp2" in layout else 1)
     most_rows = max(run.rows_of_products.get(columns, 0) for run in runs)
@@ -289,7 +289,7 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
 )
 def test_a_host_trains_over_the_kept_ids_that_it_carries(recorded, trained, layout, door, loss):
     """slime, from its dump to its optimiser. In the first step of a rollout the old log-probabilities, which it measures over the
-    sets, are the loss's own: each ratio is 1. Over the whole vocabulary it would be the kept mass."""
+    sets, are the loss's own: each log-ratio is 0. Over the whole vocabulary it would be that of the kept mass."""
     case = WholeCase(door, loss, "sample_mean", has_sets=True)
     test_a_host_trains_what_our_command_trains(recorded, trained, "slime", layout, case)
 
@@ -309,10 +309,7 @@ def test_a_host_without_the_forward_for_old_log_probs_trains_the_same(recorded, 
     words = [*WholeCase(door, loss, "sample_mean").of_host(recorded), *LAYOUTS[layout].split()]
     for flag, value in {"--num-steps-per-rollout": "1", "--num-rollout": "3"}.items():
         words[words.index(flag) + 1] = value
-    measured, skipped = (
-        run_ranks(run_whole, 2, host, ROOTS[host], os.environ[MEGATRON_ROOT], given, use_megatron=False)
-        for given in (words, [*words, "--skip-old-log-probs"])
-    )
+    measured, skipped = (trained_by_host(host, given) for given in (words, [*words, "--skip-old-log-probs"]))
     assert [run.num_measured for run in measured] == [3, 3] and [run.num_measured for run in skipped] == [0, 0]
     weights = [trainer_cases.whole([run.weights for run in runs], VOCABULARY) for runs in (measured, skipped)]
     difference = trainer_cases.relative_difference(weights[1], weights[0])
@@ -332,30 +329,9 @@ def test_a_bf16_actor_trains_the_same_with_the_float32_head_of_each_door(recorde
     for door in ("custom_loss", "fused", "reducer"):
         words = replace(case, door=door).of_host(recorded)
         place = words.index("--custom-config-path")
-        given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], [*words[:place], *words[place + 2 :], "--fp32-lm-head"])
-        runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
+        runs = trained_by_host(host, [*words[:place], *words[place + 2 :], "--fp32-lm-head"])
         (steps,) = (run.steps for run in runs if run.steps)
         norms[door] = [step["train/grad_norm"] for step in steps]
     # Below the head a gradient is rounded to bfloat16 once more or less. The host's own cross-entropy rounds one too.
     assert norms["fused"] == pytest.approx(norms["custom_loss"], rel=1e-2)
     assert norms["reducer"] == pytest.approx(norms["custom_loss"], rel=2e-2)
-
-
-@pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
-def test_a_run_that_goes_on_from_the_hosts_own_checkpoint_ends_as_the_whole_one(recorded, trained, tmp_path, host):
-    """--save after the first rollout, and a second launch with --load: the host's own checkpoint, ours has no part in it."""
-    case = WholeCase("custom_loss", "gspo", "prompt_mean")
-    words = [*case.of_host(recorded), "--save", str(tmp_path), "--save-interval", "1", "--no-save-rng", "--no-load-rng"]
-    words.append("--dist-ckpt-optim-fully-reshardable")
-    goes_on = ["--load", str(tmp_path), "--use-checkpoint-opt_param-scheduler"]  # the first launch was shorter
-    place = words.index("--num-rollout") + 1
-    for others in ([*words[:place], "1", *words[place + 1 :]], [*words, *goes_on]):
-        given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], others)
-        runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
-        assert [len(run.steps) for run in runs if run.steps] == [STEPS]
-    first, last, norms = trained(case.loss, case.aggregation, False)
-    difference = difference_of([run.weights for run in runs], first, last)
-    (steps,) = (run.steps for run in runs if run.steps)
-    print(f"difference of the parameters {difference:.1e}")
-    assert difference < LIMIT
-    assert [step["train/grad_norm"] for step in steps] == pytest.approx(norms[STEPS:], rel=LIMIT)

@@ -20,6 +20,8 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -124,7 +126,7 @@ def run_verl(
     for run in runs:
         worker = make_worker(folder, layout, optimizer)
         train(worker, run, rollouts, layout)
-        found.append(weights_of(worker, run, layout, folder))
+        found.append(weights_of(worker, layout, folder))
         destroy_parallel_state()
     return found
 
@@ -252,22 +254,24 @@ def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: Engine
         worker.train_mini_batch(data)
 
 
-def weights_of(worker: Any, run: VerlRun, layout: EngineLayout, folder: str) -> dict[str, Tensor]:
+def weights_of(worker: Any, layout: EngineLayout, folder: str) -> dict[str, Tensor]:
     if layout.engine != "megatron":
         parameters, _ = worker.engine.get_per_tensor_param()
         return {name: value.detach().clone() for name, value in parameters}
     if layout.has_mtp:  # of this rank, by Megatron's names: the folder's format has no MTP
         chunks = enumerate(worker.engine.module)
         return {f"{index} {name}": value.detach().clone() for index, chunk in chunks for name, value in chunk.named_parameters()}
+    chosen = [mkdtemp(dir=folder)]  # of no other run: stages are files
+    dist.broadcast_object_list(chosen, 0)
+    save_hf_checkpoint(read_hf_model(folder), worker.engine.module, os.path.join(chosen[0], "saved"))
+    dist.barrier()
+    return weights_in(Path(chosen[0], "saved"))
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    saved = os.path.join(folder, f"{layout}, {run.loss_mode}, {run.mini_batches} mini-batches")  # of no other run: stages are files
-    save_hf_checkpoint(read_hf_model(folder), worker.engine.module, saved)
-    dist.barrier()
-    files = [name for name in sorted(os.listdir(saved)) if name.endswith(".safetensors")]
-    found = {name: value for file in files for name, value in load_file(os.path.join(saved, file)).items()}
-    dist.barrier()
-    return found
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def destroy_parallel_state() -> None:

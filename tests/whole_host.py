@@ -13,12 +13,11 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | torch.distributed.init_process_group | run_ranks has made the gloo group |
 | the hosts' wrapper of process groups: two methods more | torch 2.13 calls what was _allgather_base by another name |
 | numpy's version, in one assertion | both hosts refuse numpy 2 |
-| load_checkpoint, in a launch without --load | the weights are those of build_gpt_model, by name: the same in every layout |
-| with --load: the optimiser's load_state_dict | Megatron's cannot load torch's Adam, which stands for apex's without CUDA |
+| load_checkpoint | the weights are those of build_gpt_model, by name: the same in every layout |
 | sglang's flags in miles's validation, its aliases of transformers | they are of the sampler |
 | miles's object store, made anew | actor and manager share a process |
 | the dashboard's log | it notes what it is given |
-| forward_only of the actor, our host_metrics | it is counted, the largest ratio is noted, and both are called |
+| forward_only of the actor | it is counted, and called |
 | Megatron's fused cross-entropy in miles, by Megatron's other one | the fused one rounds its gradient to bfloat16 |
 
 --spec names layer_spec, because Transformer Engine's attention needs CUDA. The file of --custom-config-path says bf16: false,
@@ -48,11 +47,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import named_shards
 
-from megatron_rl.hosts import loss
 from megatron_rl.hosts.launch import with_our_flags
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import find_gpt_model, gpt_layer_spec, layout_independent_normal
-from megatron_rl.train import checkpoints
 
 MEGATRON_ROOT = "MEGATRON_LM_ROOT"
 # megatron.training is Megatron-LM's own here; its RL folder needs pydantic, its tokenizers six and regex.
@@ -69,7 +66,6 @@ class WholeRun:
     steps: list[dict[str, float]]  # the host's metrics of each step, on the rank that reports
     rows_of_products: dict[int, int]  # columns of a matrix product -> the most rows that one had
     num_measured: int  # forwards over a rollout that measured log-probabilities
-    log_ratios: list[float]  # the largest of an unmasked token, in size, of each micro-batch of our custom_loss
 
 
 class Products(TorchDispatchMode):
@@ -95,10 +91,10 @@ def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[s
     """The host's training of this command line, on this rank."""
     install_cpu_support()
     make_importable(root, megatron_root)
-    made = {"slime": Slime, "miles": Miles}[host](rank, loads="--load" in words)
+    made = {"slime": Slime, "miles": Miles}[host](rank)
     with silent_logging(), made.replacements(), Products() as products:
         weights, steps = made.train(words)
-    return WholeRun(weights, steps, products.rows, made.num_measured, made.log_ratios)
+    return WholeRun(weights, steps, products.rows, made.num_measured)
 
 
 def make_importable(root: str, megatron_root: str) -> None:
@@ -155,12 +151,6 @@ def load_weights(model: list, optimizer: Any, *others: Any, **options: Any) -> t
     return -1, 0
 
 
-def load_over_torchs_adam(load: Any, model: list, optimizer: Any, *others: Any, **options: Any) -> tuple[int, int]:
-    checkpoints._give_adam_a_state(optimizer)
-    optimizer.load_state_dict = functools.partial(checkpoints._load_optimizer, optimizer)
-    return load(model, optimizer, *others, **options)
-
-
 @contextlib.contextmanager
 def contract(words: str) -> Iterator[None]:
     """Names the first contract of the host that does not hold any more."""
@@ -178,9 +168,8 @@ class WholeHost:
     model_module: str
     initialize_module: str
 
-    def __init__(self, rank: int, *, loads: bool = False):
-        self.rank, self.loads, self.steps, self.num_measured = rank, loads, [], 0
-        self.log_ratios: list[float] = []
+    def __init__(self, rank: int):
+        self.rank, self.steps, self.num_measured = rank, [], 0
 
     @contextlib.contextmanager
     def replacements(self) -> Iterator[None]:
@@ -198,17 +187,7 @@ class WholeHost:
         yield self.initialize_module, "np", types.SimpleNamespace(__version__="1.26", random=np.random)
         actor = f"{self.name}.backends.megatron_utils.actor"
         yield actor, "forward_only", self._counted(importlib.import_module(actor).forward_only)
-        yield "megatron_rl.hosts.loss", "host_metrics", self._noting_ratios(loss.host_metrics)
-        load = importlib.import_module(self.model_module).load_checkpoint
-        yield self.model_module, "load_checkpoint", functools.partial(load_over_torchs_adam, load) if self.loads else load_weights
-
-    def _noting_ratios(self, host_metrics: Any) -> Any:
-        def noting(plan: Any, batch: Any, output: Any, old_log_probs: Tensor, *given: Any) -> Any:
-            of_trained = (output.log_probs - old_log_probs)[batch.loss_mask].abs()
-            self.log_ratios.append(max(of_trained.tolist(), default=0.0))
-            return host_metrics(plan, batch, output, old_log_probs, *given)
-
-        return noting
+        yield self.model_module, "load_checkpoint", load_weights
 
     def _counted(self, forward_only: Any) -> Any:
         def counting(*given: Any, **named: Any) -> Any:
@@ -239,8 +218,6 @@ class WholeHost:
         with contract("RolloutManager.generate on --load-debug-rollout-data, MegatronTrainRayActor.train, the hooks they call"):
             for rollout in range(first, args.num_rollout):
                 self.train_on(actor, manager, rollout)
-                if args.save is not None:
-                    actor.save_model(rollout, force_sync=True)
         return named_shards(find_gpt_model(actor.model[0]), lambda parameter: parameter.detach()), self.steps
 
     def start(self, args: Namespace) -> tuple[Any, int]:
