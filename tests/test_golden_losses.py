@@ -1,4 +1,4 @@
-"""What the numbers must be: coefficients by hand and by the peers' own functions from a checkout.
+"""What the numbers must be: losses, corrections and estimators by hand, and losses by the peers' own functions from a checkout.
 
 VERL_ROOT=... NEMO_RL_ROOT=... SLIME_ROOT=... MILES_ROOT=... pytest tests/test_golden_losses.py
 """
@@ -15,10 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import random_batch, with_gradient
+from loss_backends import LOSSES, TORCH
 from torch import Tensor
 
 from megatron_rl.declare import get_policy_loss
-from megatron_rl.policy_loss import policy_loss
+from megatron_rl.losses.corrections import CorrectionSettings
+from megatron_rl.losses.kl import kl_estimate
+from megatron_rl.policy_loss import importance_correction, policy_loss
 from megatron_rl.testing import oracle
 
 # Three responses of 2, 1 and 3 tokens.
@@ -140,6 +144,133 @@ def test_vespo_bounds_the_ratio_of_a_whole_sample(log_ratio, weight):
     one = torch.ones(1, dtype=torch.float64)
     found = get_policy_loss("vespo").function(log_ratio * one, one, -2 * one, token_counts=6 * one, **numbers)
     assert found.derivative.item() == pytest.approx(-weight) and found.value.item() == pytest.approx(2 * weight)
+
+
+# Corrections
+
+# Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
+GAPS = torch.tensor([0.4, 1.0, 6.0, 1.0, 2.5, 0.9], dtype=torch.float64)
+
+
+def corrected(advantages: Tensor, **settings):
+    rollout, ones, bounds = torch.linspace(-3.0, -0.5, 6, dtype=torch.float64), torch.ones(6).bool(), torch.tensor([0, 2, 3, 6])
+    old = rollout + GAPS.log()
+    given = {"log_probs": old, "advantages": advantages[OF_TOKENS]}
+    return importance_correction(CorrectionSettings(**settings), old, rollout, ones, bounds, **given)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({"kind": "tis"}, [0.4, 1, 2, 1, 2, 0.9]),
+        ({"kind": "tis", "low": 0.95}, [0.95, 1, 2, 1, 2, 0.95]),
+        ({"kind": "icepop"}, [0, 1, 0, 1, 2.5, 0.9]),
+        ({"kind": "mask", "low": 0.5, "high": 2.5}, [0, 1, 0, 1, 1, 1]),
+        ({"kind": "tis", "level": "sequence_mean", "high": 1.2}, [0.4**0.5] * 2 + [1.2] * 4),
+        ({"kind": "icepop", "level": "sequence_mean", "low": 0.7, "high": 1.4}, [0, 0, 0] + [2.25 ** (1 / 3)] * 3),
+        ({"kind": "mask", "level": "sequence_sum", "low": 0.5, "high": 2.3}, [0, 0, 0, 1, 1, 1]),
+        ({"kind": "tis", "level": "sequence_sum", "high": 2.0}, [0.4] * 2 + [2.0] * 4),
+        # The mean of log(rollout / trained) is -log of the geometric mean: .458145, -1.791759, -.270310.
+        # Masked by the geometric means .632456, 6 and 1.310371, or by the products .4, 6 and 2.25; the weights are the tokens' own.
+        ({"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.6, "high": 1.4}, [0.4, 1, 0, 1, 2.5, 0.9]),
+        ({"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.7, "high": 1.4}, [0, 0, 0, 1, 2.5, 0.9]),
+        ({"kind": "seq_mask_tis", "level": "sequence_sum", "low": 0.3, "high": 2.0}, [0.4, 1, 0, 0, 0, 0]),
+        (
+            {"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.6, "high": 1.4, "sequence_delta": 0.4},
+            [0, 0, 0, 1, 2.5, 0.9],
+        ),
+        ({"sequence_delta": 0.4}, [0, 0, 1, 1, 1, 1]),
+        ({"sequence_delta": 0.5}, [1, 1, 1, 1, 1, 1]),
+        ({"kind": "tis", "sequence_delta": 0.4}, [0, 0, 2, 1, 2, 0.9]),
+    ],
+)
+def test_weights_are_those_by_hand(settings, weights):
+    """FB-121: the ratio of a sample is the product of its tokens' ratios or their geometric mean, never the sum of ratios."""
+    found = corrected(-ADVANTAGES, **settings)
+    # float64 exp of a log: a few roundings.
+    torch.testing.assert_close(found.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert found.is_kept.tolist() == [weight != 0 for weight in weights]
+
+
+def test_only_samples_of_negative_advantage_are_dropped_as_off_policy():
+    """FB-96: the sample decides, and the sign. The first one diverged by .458; with a positive advantage it stays."""
+    for advantage in (0.0, 0.5, 1.0):
+        assert corrected(torch.full((3,), advantage), sequence_delta=0.0).is_kept.all()
+
+
+def test_an_exponent_is_bounded():
+    """FB-115: a sum over thousands of tokens overflows float32 beyond e^88; it is bounded to e^20 before the clamp."""
+    long = torch.full((4000,), 0.1)
+    bounds = torch.tensor([0, 4000], dtype=torch.int32)
+    settings = CorrectionSettings(kind="tis", level="sequence_sum", high=4.8e8)
+    found, _ = importance_correction(settings, torch.zeros(4000), -long, torch.ones(4000, dtype=torch.bool), bounds)
+    torch.testing.assert_close(found.weights, torch.full((4000,), 4.8e8))
+    assert found.ratios.unique().tolist() == pytest.approx([math.exp(20)])
+
+
+# Estimators of KL(policy, reference)
+
+REFERENCE = torch.tensor([-1.2, -0.5, -1.0, -0.9, -1.5, -2.0], dtype=torch.float64)
+# With d = log_prob - reference: .2, 0, -1, .7, 0, -1.
+K3 = [math.exp(-d) + d - 1 for d in (0.2, 0.0, -1.0, 0.7, 0.0, -1.0)]
+ESTIMATES = {
+    "k1": ([0.2, 0, -1, 0.7, 0, -1], [1] * 6),
+    "k2": ([0.02, 0, 0.5, 0.245, 0, 0.5], [0.2, 0, -1, 0.7, 0, -1]),
+    "k3": (K3, [0.181269, 0, -1.718282, 0.503415, 0, -1.718282]),
+    "k3+": (K3, [0.2, 0, -1, 0.7, 0, -1]),
+    "unbiased": ([rho * k3 for rho, k3 in zip(RATIOS.tolist(), K3, strict=True)], [0.3, 0, -4, 0.77, 0, -1.25]),
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATES)
+def test_value_and_derivative_of_an_estimator_are_those_by_hand(estimator):
+    """FB-92: where the policy is below the reference descent raises it."""
+    value, derivative = kl_estimate(estimator, LOG_PROBS, REFERENCE, RATIOS.log())
+    torch.testing.assert_close(value, torch.tensor(ESTIMATES[estimator][0], dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    # Six decimals were written down.
+    torch.testing.assert_close(derivative, torch.tensor(ESTIMATES[estimator][1], dtype=torch.float64), rtol=0, atol=5e-7)
+
+
+# Estimator, loss -> whether value and gradient are those of the KL in expectation: on-policy, and over another sampler.
+IN_EXPECTATION = {
+    ("k1", "grpo"): ((True, False), (False, False)),
+    ("k2", "grpo"): ((False, True), (False, False)),
+    ("k3", "grpo"): ((True, False), (False, False)),
+    ("k3+", "grpo"): ((True, True), (False, False)),
+    ("unbiased", "grpo"): ((True, True), (True, True)),
+    ("unbiased", "gspo"): ((True, True), (True, True)),  # FB-117: a sample of one token; its own ratio
+}
+
+
+@pytest.mark.parametrize(("estimator", "name"), IN_EXPECTATION)
+def test_enumeration_shows_what_each_estimator_has(estimator, name):
+    """Each token of a vocabulary of 7 once, weighed by the probability that it is sampled with."""
+    generator = torch.Generator().manual_seed(0)
+    logits, reference, sampler = torch.log_softmax(torch.randn(3, 7, generator=generator, dtype=torch.float64), -1)
+    (value, gradient), found = with_gradient(lambda x: kl_of(torch.log_softmax(x, 0), reference), logits), []
+    for sampled_by in (logits, sampler):
+        batch = random_batch([1] * 7, num_masked=(0,) * 7, vocab_size=7)
+        batch.logits[:], batch.labels[:], batch.advantages[:] = logits, torch.arange(7), 0.0
+        batch.old_log_probs[:] = sampled_by
+        options = {"kl_coefficient": 1.0, "ref_log_probs": reference, "regularizer_weights": sampled_by.exp()}
+        output, by_logits = TORCH.run(LOSSES[name], batch, advantages_per="sample", kl_estimator=estimator, **options)
+        gaps = [abs(float(output.loss - value)), float((by_logits.sum(0) - gradient).abs().max())]
+        assert all(gap < 1e-12 or gap > 1e-2 for gap in gaps), gaps  # float64
+        found.append(tuple(gap < 1e-12 for gap in gaps))
+    assert tuple(found) == IN_EXPECTATION[estimator, name]
+
+
+def kl_of(log_probs: Tensor, reference: Tensor) -> Tensor:
+    return (log_probs.exp() * (log_probs - reference)).sum()
+
+
+@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
+def test_k3_is_bounded_like_the_ratio(difference):
+    """FB-59, FB-93: where the value is saturated the derivative is 0, as autograd gives for the bounded function."""
+    value, derivative = kl_estimate("k3", *torch.tensor([[0.0], [difference], [0.0]], dtype=torch.float64))
+    bounded = math.copysign(20, difference)
+    assert value.item() == pytest.approx(math.exp(bounded) - bounded - 1, rel=1e-12)
+    assert derivative.item() == 0.0
 
 
 # What follows runs code of checkouts: functions are taken out of their files, and nothing is imported.

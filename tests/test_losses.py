@@ -157,6 +157,27 @@ def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, backend, tens
             backend.run(LOSSES[kind], batch, **options)
 
 
+OF_SAMPLES = {"kind": "tis", "level": "sequence_mean", "high": 2.0}
+OF_BOTH = {"kind": "mask", "level": "sequence_mean", "low": 0.8, "high": 1.2, "sequence_delta": 0.02}
+
+
+@over_backends
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize(("settings", "value"), [({"kind": "tis"}, math.nan), (OF_SAMPLES, math.inf), (OF_BOTH, math.nan)])
+def test_a_sampler_s_log_prob_that_is_not_finite_stops_the_step(backend, name, settings, value):
+    """Also where it enters a sum of the sample alone, which the kernels do not read, and a bound would hide it. It is told alone:
+    the weights of its sample are made from it, and nobody gave importance weights."""
+    batch = random_batch([4, 3], num_masked=(1, 1))
+    rollout = batch.old_log_probs.clone()
+    rollout[[0, 5]] = value  # token 0 is masked
+    options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype)}
+    if backend.device == "cuda":  # where nobody looks, it is counted
+        assert backend.run(LOSSES[name], batch, **options, **CLIP)[0].num_nonfinite.tolist() == [0, 1]
+        return
+    with pytest.raises(DataError, match="document 1 .*has 1 unmasked tokens .*not finite, in rollout_log_probs;"):
+        backend.run(LOSSES[name], batch, **options, **CLIP)
+
+
 OF_TWO = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
 
 

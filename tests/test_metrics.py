@@ -20,11 +20,12 @@ import megatron_rl.megatron.forward_step as forward_step_module
 import megatron_rl.policy_loss.reduce_torch as reduce_module
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.losses.grpo import grpo
 from megatron_rl.metrics.further import ROLLOUT_METRICS, rollout_statistics
 from megatron_rl.metrics.policy import METRICS, NEUTRAL, PolicyStatistics, Reduction, TokenValues, policy_statistics
 from megatron_rl.metrics.step import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
-from megatron_rl.policy_loss import grpo_loss
+from megatron_rl.policy_loss import grpo_loss, importance_correction
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
@@ -94,6 +95,35 @@ def test_a_step_without_a_token_prints_nothing():
     for parts in ([statistics([], [])], [statistics([[1.0]], [1.0], [[0]])], [neutral_statistics(has_entropy=True)]):
         assert finalise_metrics(combine_statistics(parts)) == {}
     assert [NEUTRAL[kind] for kind in Reduction] == [0.0, math.inf, -math.inf]
+
+
+def test_the_metrics_of_a_correction_are_those_by_hand():
+    batch = random_batch([2, 3], num_masked=(0, 0), noise=0.0)
+    batch = replace(batch, advantages=torch.tensor([1.0, -1.0], dtype=torch.float64))
+    rollout = batch.old_log_probs - torch.tensor([0.4, 1.0, 6.0, 1.0, 2.5], dtype=torch.float64).log()
+    options = {"correction": CorrectionSettings(kind="icepop"), "rollout_log_probs": rollout, "metrics": "basic"}
+    output, _ = run_loss(LOSSES["grpo"], batch, **options, **CLIP)
+    found = finalise_metrics(output.metrics)
+    # Factors 0, 1 | 0, 1, 2.5: the sum is 4.5 and that of the squares 8.25.
+    want = {
+        "kept_tokens": 3 / 5,
+        "kept_samples": (1 / 2 + 2 / 3) / 2,
+        "kept_positive": 1 / 2,
+        "kept_negative": 2 / 3,
+        "off_policy": 0.0,
+        "weight": (0.5 + 3.5 / 3) / 2,
+        "at_low": 1 / 5,
+        "at_high": 1 / 5,
+        "largest_ratio": 6.0,
+        "largest_weight": 2.5,
+        "effective_sample_size": 4.5**2 / (5 * 8.25),
+    }
+    assert {name: found[f"policy/correction_{name}"] for name in want} == pytest.approx(want, rel=1e-6)
+    of_tokens = {"log_probs": batch.old_log_probs, "advantages": batch.advantages.repeat_interleave(torch.tensor([2, 3]))}
+    given = (options["correction"], batch.old_log_probs, rollout, batch.loss_mask, batch.cu_seqlens)
+    torch.testing.assert_close(importance_correction(*given, **of_tokens)[1], output.metrics.correction)
+    plain, _ = run_loss(LOSSES["grpo"], batch, metrics="basic", **CLIP)
+    assert not [name for name in finalise_metrics(plain.metrics) if "correction" in name]
 
 
 BATCH = random_batch([5, 1, 9, 3, 4, 7], num_masked=(1, 0, 3, 3, 0, 2), seed=40)
