@@ -184,12 +184,16 @@ ACTORS_REFUSE = {
         **{"multi_latent_attention": True, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     },
     "tensor_model_parallel_size=2 with experts needs sequence_parallel": {"num_moe_experts": 8, "tensor_model_parallel_size": 2},
+    "so its gradient is x 1 / cp": {
+        **{"calculate_per_token_loss": True, "context_parallel_size": 2, "enable_mtp_training": True},
+        **{"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
+    },
 }
 
 
 @pytest.mark.parametrize("said", ACTORS_REFUSE)
 def test_an_actor_refuses_a_model_that_would_train_wrongly(said):
-    """FB-103, FB-105, FB-127: by the built model's config, whichever host made it. test_refused.py has all rows of the rule."""
+    """FB-103, FB-104, FB-105, FB-127: by the built model's config, whichever host made it. test_refused.py has all rows."""
     given = {"calculate_per_token_loss": False, "transformer_impl": "local"} | ACTORS_REFUSE[said]
     found = error_of(lambda: training_hooks.check_model_contract(Namespace(**given), SimpleNamespace(**given)))
     assert found.count("\n") == 0 and said in found, found

@@ -68,43 +68,6 @@ def test_a_row_predicts_each_response_token_at_the_position_before_it():
         torch.testing.assert_close(batch.ref_log_probs, torch.tensor([0.0, 0.0, -1.5, -1.6, 0.0, 0.0]))
 
 
-def kept_of(number: int, prompt: int, response: int) -> SamplingSupport:
-    """Sets that say where they belong: the token, and as many larger ids as its place has remainder by 3; none where masked."""
-    first = 100 * number + prompt
-    return SamplingSupport.from_lists([[] if t % 3 == 1 else range(first + t, first + t + 1 + t % 3) for t in range(response)])
-
-
-SHAPES = [
-    pytest.param([(3, 5), (1, 7), (9, 2)], id="ragged"),
-    pytest.param([(12, 1), (1, 1), (4, 4), (3, 1)], id="FB-60 one-token responses, first and last, on one cp rank"),
-    pytest.param([(1, 11)], id="one sample"),
-    pytest.param([(2, 14), (15, 1)], id="samples as long as the row"),
-]
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("make", [padded, packed])
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_a_sampler_s_sets_stand_at_the_rows_that_predict_their_tokens(shapes, make, cp_size):
-    """Shifted by a token, or cut as another layout cuts, a set does not begin with its label. A row without a response token has an
-    empty one."""
-    samples = [
-        sample_of(n, *shape, kept_ids=kept_of(n, *shape), kept_mass=torch.full(shape[1:], 0.5)) for n, shape in enumerate(shapes)
-    ]
-    num_sets = 0
-    for cp_rank in range(cp_size):
-        batch = make(samples, cp_rank=cp_rank, cp_size=cp_size)
-        sets = batch.sampling_support
-        assert sets.num_rows == batch.labels.numel() and batch.host.sampling_support is not None
-        for row, ids in enumerate(sets.ids.split(sets.sizes.tolist())):
-            label = int(batch.labels[row])
-            place = label % 100 - (shapes[label // 100][0] if batch.loss_mask[row] else 0)
-            assert ids.tolist() == (list(range(label, label + 1 + place % 3)) if batch.loss_mask[row] else [])
-            assert not batch.loss_mask[row] or float(batch.kept_mass[row]) == 0.5
-            num_sets += len(ids) > 0
-    assert num_sets == sum(t % 3 != 1 for _, response in shapes for t in range(response))
-
-
 def test_context_parallel_ranks_take_zigzag_chunks_of_each_row_and_of_each_document():
     """By hand: of 8 positions at cp 2, rank 0 takes chunks 0 and 3, as the model's rotary positions do."""
     sample = sample_of(0, 3, 5)
@@ -170,8 +133,9 @@ def test_a_sample_whose_parts_do_not_fit_is_refused_by_its_number(fault, message
 
 
 def test_sets_of_another_number_of_tokens_are_refused():
+    three, two = (SamplingSupport.from_lists([[1]] * number) for number in (3, 2))
     with pytest.raises(DataError, match="sample 1: kept_ids has 2 sets for a response of 3 tokens"):
-        padded([sample_of(0, 2, 3, kept_ids=kept_of(0, 2, 3)), sample_of(1, 2, 3, kept_ids=kept_of(1, 2, 2))])
+        padded([sample_of(0, 2, 3, kept_ids=three), sample_of(1, 2, 3, kept_ids=two)])
 
 
 @pytest.mark.parametrize(

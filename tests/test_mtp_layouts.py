@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from test_expert_layouts import EXPERTS, LATENT, OF_THE_FIELD, error_of_whole
 from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of, errors_by_kind
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts.training_hooks import check_model_contract
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import PolicyForwardStep
@@ -269,12 +267,3 @@ def test_what_would_not_be_exact_is_refused_by_name(pool):
     fine, scaled, by_hand, switched_off = pool.run(refusals_on_rank, world_size=1)[0]
     assert fine == switched_off == ""
     assert "mtp_num_layers=1 with use_mup=True" in scaled and "with mtp_grad_scale_func in the model's config: nothing" in by_hand
-
-
-@pytest.mark.parametrize(("cp", "is_refused"), [(1, False), (2, True)])
-def test_an_actor_refuses_the_factor_of_the_hosts(cp, is_refused):
-    """FB-104: miles and slime count whole samples on each context-parallel rank."""
-    args = Namespace(calculate_per_token_loss=True, enable_mtp_training=True, context_parallel_size=cp)
-    config = SimpleNamespace(calculate_per_token_loss=True, mtp_num_layers=1, mtp_loss_scaling_factor=0.1, context_parallel_size=cp)
-    found = error_of(lambda: check_model_contract(args, config))
-    assert ("so its gradient is x 1 / cp" in found) == is_refused and bool(found) == is_refused

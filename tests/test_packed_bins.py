@@ -134,12 +134,21 @@ def difference_to_the_trainer(answers, filling=0):
     return relative_difference(whole([answer[filling + 1] for answer in answers]), whole([answer[0] for answer in answers]))
 
 
-@pytest.mark.parametrize(("aggregation", "masked_row"), [("prompt_mean", None), ("sample_mean", 2)])
-def test_samples_in_1_2_and_4_bins_one_of_them_empty_give_one_gradient(pool, aggregation, masked_row):
+# Ranks, layout, aggregation, how bins are filled, and a masked row.
+ROWS = [
+    pytest.param(1, {}, "prompt_mean", FILLINGS, None, id="one rank"),
+    pytest.param(1, {}, "sample_mean", FILLINGS, 2, id="one rank, a masked sample"),
+    pytest.param(4, {TP: 2, CP: 2}, "prompt_mean", FILLINGS[2:3], None, id="FB-28 TP2xCP2"),
+    pytest.param(4, {PP: 2}, "prompt_mean", FILLINGS[3:], None, id="FB-25 PP2xDP2: a bin of padding passes the pipeline"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "aggregation", "fillings", "masked_row"), ROWS)
+def test_samples_have_one_gradient_however_bins_are_filled(pool, world_size, layout, aggregation, fillings, masked_row):
     """A mean over bins of token means depends on the packing, and an empty bin counts one token; FB-09: padding rows too. A masked
     sample counts in N: a row is told by its prompt, never by its mask."""
-    answers = pool.run(gradients_on_rank, AGGREGATIONS[aggregation], FILLINGS, masked_row, world_size=1)
-    for filling in range(len(FILLINGS)):
+    answers = pool.run(gradients_on_rank, AGGREGATIONS[aggregation], fillings, masked_row, world_size=world_size, **layout)
+    for filling in range(len(fillings)):
         assert difference_to_the_trainer(answers, filling) < TOLERANCE
 
 
@@ -169,40 +178,17 @@ def test_turns_of_a_rollout_in_any_bin_give_the_gradient_of_the_whole_rollout(po
 
 
 @pytest.mark.parametrize(
-    ("config", "rollouts", "error", "message"),
+    ("config", "rollouts", "message"),
     [
-        (
-            PolicyLossConfig(),
-            None,
-            ConfigError,
-            "loss_aggregation=sample_mean counts rollouts, and .*give PackedForwardStep",
-        ),
-        (
-            PolicyLossConfig(one_sample_per_rollout=True),
-            [0, 0],
-            ConfigError,
-            "--one-sample-per-rollout has no effect beside rollout",
-        ),
-        (PolicyLossConfig(), [0, None, None], DataError, "rollout id None"),
+        (PolicyLossConfig(), None, "loss_aggregation=sample_mean counts rollouts, and .*give PackedForwardStep"),
+        (PolicyLossConfig(one_sample_per_rollout=True), [0, 0], "--one-sample-per-rollout has no effect beside rollout"),
+        (PolicyLossConfig(), [0, None, None], "rollout id None"),
     ],
 )
-def test_rows_whose_rollout_is_not_known_are_refused(config, rollouts, error, message):
+def test_rows_whose_rollout_is_not_known_are_refused(config, rollouts, message):
     bins = [plain_bin(seq_indices=[0, 1, 2])]
-    with pytest.raises(error, match=message):
+    with pytest.raises((ConfigError, DataError), match=message):
         batches_of_step(config, bins, ["x", "y", None], ParallelGroups(), rollouts)
-
-
-LAYOUTS = [
-    pytest.param(4, {TP: 2, CP: 2}, FILLINGS[2], id="FB-28 TP2xCP2"),
-    pytest.param(4, {PP: 2}, FILLINGS[3], id="FB-25 PP2xDP2: a bin of padding passes the pipeline"),
-]
-
-
-@pytest.mark.parametrize(("world_size", "layout", "filling"), LAYOUTS)
-def test_the_gradient_does_not_depend_on_the_layout(pool, world_size, layout, filling):
-    config = AGGREGATIONS["prompt_mean"]
-    answers = pool.run(gradients_on_rank, config, [filling], world_size=world_size, **layout)
-    assert difference_to_the_trainer(answers) < TOLERANCE
 
 
 def test_the_flags_of_the_head_and_the_temperature_act_on_bins_too(pool):
@@ -305,10 +291,9 @@ BAD = [
 @pytest.mark.parametrize(("changes", "message"), BAD)
 def test_a_bin_that_does_not_fit_together_is_refused(changes, message):
     """FB-64: boundaries off by one or two train the next sequence's prompt."""
-    of_bin = {name: value for name, value in changes.items() if name != "prompts"}
-    with pytest.raises(DataError) as error:
-        samples_of_bin(plain_bin(**of_bin), changes.get("prompts", PROMPTS))
-    assert message in str(error.value)
+    prompts = changes.get("prompts", PROMPTS)
+    with pytest.raises(DataError, match=message):
+        samples_of_bin(plain_bin(**{name: value for name, value in changes.items() if name != "prompts"}), prompts)
 
 
 def refusals_on_rank(rank, kind):
