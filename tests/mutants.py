@@ -98,7 +98,7 @@ JUDGES = {
     "megatron/probe.py": "probe",
     "megatron/router_losses.py": "expert_layouts probe",
     "megatron/routing.py": "router_replay expert_layouts",
-    "megatron/batch.py": "batch packed_bins router_replay",
+    "megatron/batch.py": "batch router_replay",
     "megatron/forward_step.py": "forward_step router_replay",
     "megatron/head.py": "fused_head mtp_layouts fused_head_models",
     "ops/": "log_probs head head_gradients row_kernels linear_log_probs refused generated_steps",

@@ -1,4 +1,7 @@
-"""Micro-batches, padded and packed: which token each row predicts, what each cp rank holds, and what is refused by name."""
+"""Micro-batches, padded and packed: which token each row predicts, what each cp rank holds, and what is refused by name.
+
+Then packed bins through the real schedule: one gradient however samples fill them, padding rows nowhere, temperature, refusals.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import pool_of
+from trainer_cases import (
+    CP,
+    PP,
+    STILL,
+    TP,
+    VOCABULARY,
+    gradients_of,
+    ragged_step,
+    relative_difference,
+    tiny_trainer,
+    whole,
+    with_shifted_old_log_probs,
+)
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch, weigh_samples
+from megatron_rl.megatron.forward_step import MicrobatchReport
+from megatron_rl.megatron.packed_bins import PackedBin, PackedForwardStep, batches_of_step, samples_of_bin
 from megatron_rl.testing.invariance import StepSample
+from megatron_rl.testing.layout_step import as_train_step_logs
 
 pytestmark = pytest.mark.megatron
 
@@ -68,20 +88,6 @@ def test_a_row_predicts_each_response_token_at_the_position_before_it():
         torch.testing.assert_close(batch.ref_log_probs, torch.tensor([0.0, 0.0, -1.5, -1.6, 0.0, 0.0]))
 
 
-def test_context_parallel_ranks_take_zigzag_chunks_of_each_row_and_of_each_document():
-    """By hand: of 8 positions at cp 2, rank 0 takes chunks 0 and 3, as the model's rotary positions do."""
-    sample = sample_of(0, 3, 5)
-    assert [padded([sample], cp_rank=rank, cp_size=2, row_length=8).position_ids.tolist() for rank in (0, 1)] == [
-        [[0, 1, 6, 7]],
-        [[2, 3, 4, 5]],
-    ]
-    # Packed: documents of 4 and 8, chunks of 1 and 2.
-    two = [sample_of(0, 1, 2), sample_of(1, 2, 6)]
-    first, second = (packed(two, cp_rank=rank, cp_size=2, row_length=12) for rank in (0, 1))
-    assert first.position_ids.tolist() == [[0, 3, 0, 1, 6, 7]] and second.position_ids.tolist() == [[1, 2, 2, 3, 4, 5]]
-    assert first.cu_seqlens.tolist() == second.cu_seqlens.tolist() == [0, 2, 6]
-
-
 def test_the_tail_of_a_packed_row_is_a_document_of_its_own_and_no_sample():
     """FB-63: attention must not let padding see a sample's tokens, and the loss must not count it."""
     batch = packed([sample_of(0, 3, 5), sample_of(1, 2, 4)], row_length=20)
@@ -117,9 +123,7 @@ REFUSED = [
     pytest.param({"loss_mask": torch.ones(2)}, UNLIKE.format("old_log_probs", 3, 2), id="short mask"),
     pytest.param({"loss_mask": torch.ones(4)}, UNLIKE.format("old_log_probs", 3, 4), id="long mask"),
     pytest.param({"old_log_probs": torch.ones(5)}, UNLIKE.format("old_log_probs", 5, 3), id="prompt too"),
-    pytest.param({"ref_log_probs": torch.ones(2)}, UNLIKE.format("ref_log_probs", 2, 3), id="reference"),
     pytest.param({"old_log_probs": None}, SOME.format("old_log_probs"), id="some on-policy"),
-    pytest.param({"ref_log_probs": None}, SOME.format("ref_log_probs"), id="some reference"),
     pytest.param({"kept_ids": SamplingSupport.from_lists([[1]])}, SOME.format("kept_ids"), id="some from a part of the vocabulary"),
 ]
 
@@ -178,14 +182,317 @@ def test_what_does_not_fit_the_micro_batch_is_refused(make, settings, message):
         make([sample_of(0, 2, 3), sample_of(1, 2, 4)], **settings)
 
 
-def test_a_step_of_partial_groups_or_of_masks_that_weigh_is_refused():
-    """FB-17: a group that lost a sample would change every weight of prompt_mean. A mask of 0.5 would count as 1."""
+def test_weighing_takes_the_settings_of_prompt_groups():
+    """FB-17: a group that lost a sample would change every weight of prompt_mean. messages.txt has what count_step refuses."""
     step = [StepSample(tokens=[1, 2], loss_mask=[1], prompt_id=name, advantage=0.0) for name in "aab"]
-    with pytest.raises(DataError, match="prompt 'b' has 1 of samples_per_prompt=2 samples"):
-        weigh_samples(PolicyLossConfig(samples_per_prompt=2), step, ParallelGroups())
     partial = PolicyLossConfig(samples_per_prompt=2, allow_partial_prompt_groups=True)
     assert len(weigh_samples(partial, step, ParallelGroups())[0]) == 3
-    for mask in ([1, 2], [0.5, 1.0], [1, -1]):
-        step = [StepSample(tokens=[1, 2, 3], loss_mask=mask, prompt_id="a", advantage=1.0)]
-        with pytest.raises(DataError, match=r"loss_masks\[0\] has values other than 0 and 1"):
-            weigh_samples(PolicyLossConfig(), step, ParallelGroups())
+    with pytest.raises(DataError, match="prompt 'b' has 1 of samples_per_prompt=2 samples"):
+        weigh_samples(replace(partial, allow_partial_prompt_groups=False), step, ParallelGroups())
+
+
+# Packed bins
+
+LENGTH = 80  # of a bin: all samples fit one, also when cp pads each to a multiple of 4
+# Two orders of float32 additions of the same numbers; the smallest wrong share of this step, one token of 18, is 5e-2.
+TOLERANCE = 1e-5
+PADDING = -1  # stands for a row that only pads
+
+pool = pool_of(4)
+
+
+def pack(samples, rows, prompts, length=LENGTH) -> PackedBin:
+    """The samples of these rows side by side, with a gap after each; prompts grows by a None for each padding row."""
+    tokens, mask, old = (torch.zeros(1, length, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.float32))
+    starts, lengths, indices, advantages, start = [], [], [], [], 0
+    for row in rows:
+        starts.append(start)
+        if row == PADDING:
+            indices.append(len(prompts))
+            prompts.append(None)
+            lengths.append(0)
+            advantages.append(0.0)
+            continue
+        sample = samples[row]
+        end, response = start + len(sample.tokens), len(sample.loss_mask)
+        tokens[0, start:end] = torch.tensor(sample.tokens)
+        mask[0, end - response : end] = torch.tensor(sample.loss_mask)
+        if sample.old_log_probs is not None:
+            old[0, end - response : end] = torch.tensor(sample.old_log_probs)
+        indices.append(row)
+        lengths.append(len(sample.tokens))
+        advantages.append(sample.advantage)
+        start = end + 1
+    return PackedBin(
+        tokens=tokens,
+        loss_mask=mask[:, 1:],
+        advantages=torch.tensor(advantages),
+        old_log_probs=None if samples[0].old_log_probs is None else old[:, 1:],
+        ref_log_probs=None,
+        seq_starts=[*starts, start],
+        seq_lengths=lengths,
+        seq_indices=indices,
+    )
+
+
+def run_schedule(trainer, forward_step, bins):
+    """(gradients, the schedule's reports) of what a training loop does between two optimiser steps; the iterator hands out indices,
+    as train_rl.py's does."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=RerunDataIterator(iter(range(len(bins)))),
+        model=trainer.model,
+        num_microbatches=len(bins),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return gradients_of(trainer), reports
+
+
+def forward_step_of(bins, prompts, config, num_microbatches=None, rollouts=None):
+    """rollouts: of each row; None: each row is one."""
+    number, rollouts = len(bins) if num_microbatches is None else num_microbatches, rollouts or range(len(prompts))
+    given = {"vocab_size": VOCABULARY, "rollout_of_row": lambda: rollouts, "config": config}
+    return PackedForwardStep(lambda index: bins[index], lambda: prompts, lambda: number, **given)
+
+
+def gradients_on_rank(rank, config, fillings, masked_row=None):
+    """(the trainer's gradient, that of each filling of bins) on one model. A masked row keeps its prompt and loses its tokens."""
+    trainer = tiny_trainer(config, **STILL, packed=True)
+    rows = with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()], shift=3e-4)
+    samples = [row[0] for row in rows]
+    if masked_row is not None:
+        samples[masked_row] = replace(samples[masked_row], loss_mask=[0] * len(samples[masked_row].loss_mask))
+    dp = resolve_groups().dp
+    trainer.step([samples[dp.rank() :: dp.size()]])
+    answers = [gradients_of(trainer)]
+    for filling in fillings:
+        prompts = [sample.prompt_id for sample in samples]
+        bins = [pack(samples, rows, prompts) for rows in filling][dp.rank() :: dp.size()]
+        answers.append(run_schedule(trainer, forward_step_of(bins, prompts, config), bins)[0])
+    return answers
+
+
+FILLINGS = [
+    [[0, 1, 2, 3, 4, 5]],
+    [[0, 3], [1, 2, 4, 5]],
+    [[5, PADDING], [4, 0, 1], [], [3, 2]],
+    [[], [PADDING], [1, 0, 2, PADDING, 5], [4, 3]],
+]
+AGGREGATIONS = {
+    "sample_mean": PolicyLossConfig(),
+    "prompt_mean": PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"),
+}
+
+
+def difference_to_the_trainer(answers, filling=0):
+    return relative_difference(whole([answer[filling + 1] for answer in answers]), whole([answer[0] for answer in answers]))
+
+
+# Ranks, layout, aggregation, how bins are filled, and a masked row.
+ROWS = [
+    pytest.param(1, {}, "prompt_mean", FILLINGS, None, id="one rank"),
+    pytest.param(1, {}, "sample_mean", FILLINGS, 2, id="one rank, a masked sample"),
+    pytest.param(4, {TP: 2, CP: 2}, "prompt_mean", FILLINGS[2:3], None, id="FB-28 TP2xCP2"),
+    pytest.param(4, {PP: 2}, "prompt_mean", FILLINGS[3:], None, id="FB-25 PP2xDP2: a bin of padding passes the pipeline"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "aggregation", "fillings", "masked_row"), ROWS)
+def test_samples_have_one_gradient_however_bins_are_filled(pool, world_size, layout, aggregation, fillings, masked_row):
+    """A mean over bins of token means depends on the packing, and an empty bin counts one token; FB-09: padding rows too. A masked
+    sample counts in N: a row is told by its prompt, never by its mask."""
+    answers = pool.run(gradients_on_rank, AGGREGATIONS[aggregation], fillings, masked_row, world_size=world_size, **layout)
+    for filling in range(len(fillings)):
+        assert difference_to_the_trainer(answers, filling) < TOLERANCE
+
+
+def gradients_of_turns_on_rank(rank, config):
+    """(the trainer's gradient of whole rollouts, that of the same as two rows each, that of the rows as rollouts)"""
+    trainer = tiny_trainer(config, **STILL, packed=True)
+    samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()], shift=3e-4)]
+    dp = resolve_groups().dp
+    trainer.step([samples[dp.rank() :: dp.size()]])
+    answers, turns = [gradients_of(trainer)], []
+    for number, sample in enumerate(samples):
+        places = [[(place < 1 + number % 2) == is_first for place in range(len(sample.loss_mask))] for is_first in (True, False)]
+        cuts = [[bit * is_own for bit, is_own in zip(sample.loss_mask, own, strict=True)] for own in places]
+        turns += [replace(sample, loss_mask=cut) for cut in cuts]
+    prompts, order = [turn.prompt_id for turn in turns], [11, 0, 3, 6, 9, 2, 5, 8, 1, 4, 7, 10]
+    bins = [pack(turns, order[first : first + 3], prompts) for first in range(0, 12, 3)][dp.rank() :: dp.size()]
+    for rollouts in ([row // 2 for row in range(12)], None):
+        answers.append(run_schedule(trainer, forward_step_of(bins, prompts, config, rollouts=rollouts), bins)[0])
+    return answers
+
+
+def test_turns_of_a_rollout_in_any_bin_give_the_gradient_of_the_whole_rollout(pool):
+    """FB-141"""
+    answers = pool.run(gradients_of_turns_on_rank, PolicyLossConfig(), world_size=2)
+    assert difference_to_the_trainer(answers) < TOLERANCE
+    assert difference_to_the_trainer(answers, 1) > 100 * TOLERANCE  # else the cut would say nothing
+
+
+@pytest.mark.parametrize(
+    ("config", "rollouts", "message"),
+    [
+        (PolicyLossConfig(), None, "loss_aggregation=sample_mean counts rollouts, and .*give PackedForwardStep"),
+        (PolicyLossConfig(one_sample_per_rollout=True), [0, 0], "--one-sample-per-rollout has no effect beside rollout"),
+        (PolicyLossConfig(), [0, None, None], "rollout id None"),
+    ],
+)
+def test_rows_whose_rollout_is_not_known_are_refused(config, rollouts, message):
+    bins = [plain_bin(seq_indices=[0, 1, 2])]
+    with pytest.raises((ConfigError, DataError), match=message):
+        batches_of_step(config, bins, ["x", "y", None], ParallelGroups(), rollouts)
+
+
+def test_the_flags_of_the_head_and_the_temperature_act_on_bins_too(pool):
+    """FB-69, FB-39: train_rl.py divides no logits. At 0.5 the log-probabilities differ; the old ones are measured alike."""
+    fused = replace(AGGREGATIONS["prompt_mean"], fused_lm_head_loss=True, max_logits_bytes=512)
+    plain, through_it = (
+        pool.run(gradients_on_rank, config, [FILLINGS[2]], world_size=2, **{TP: 2})
+        for config in (AGGREGATIONS["prompt_mean"], fused)
+    )
+    assert relative_difference(whole([a[1] for a in through_it]), whole([a[0] for a in plain])) < TOLERANCE
+    found = [pool.run(ratios_on_rank, *given, world_size=1)[0] for given in ((0.5, fused), (0.5,), (1.0,))]
+    (_, measured), (_, cold), (_, warm) = found
+    assert [ratio for ratio, _ in found] == pytest.approx([1.0] * 3, abs=1e-6)
+    torch.testing.assert_close(measured, cold, rtol=0, atol=2e-6)
+    assert not torch.allclose(cold, warm, atol=1e-2)
+
+
+def ratios_on_rank(rank, temperature, config=None):
+    """(mean ratio with old log-probabilities measured by the trainer, those)."""
+    config = replace(PolicyLossConfig() if config is None else config, policy_temperature=temperature)
+    trainer = tiny_trainer(config, packed=True)
+    [measured] = trainer.log_probs([ragged_step()])
+    samples = [replace(sample, old_log_probs=list(row)) for sample, row in zip(ragged_step(), measured, strict=True)]
+    prompts = [sample.prompt_id for sample in samples]
+    bins = [pack(samples, rows, prompts) for rows in FILLINGS[2]]
+    forward_step = forward_step_of(bins, prompts, config)
+    run_schedule(trainer, forward_step, bins)
+    return forward_step.metrics()["policy/ratio_new_old"], torch.cat([torch.as_tensor(row) for row in measured])
+
+
+def metrics_on_rank(rank, config, filling):
+    """(all metrics of a step, what train_step would log of it, or None before the last stage)."""
+    trainer = tiny_trainer(config, **STILL, packed=True)
+    samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()])]
+    prompts = [sample.prompt_id for sample in samples]
+    number = len(filling) // trainer.groups.dp.size()
+    mine = filling[trainer.groups.dp.rank() * number :][:number]
+    bins = [pack(samples, rows, prompts) for rows in mine]
+    bins = [replace(one, rollout_log_probs=one.old_log_probs - 0.1) for one in bins]
+    forward_step = forward_step_of(bins, prompts, config)
+    _, reports = run_schedule(trainer, forward_step, bins)
+    return forward_step.metrics(), as_train_step_logs(reports, trainer.groups)
+
+
+def test_train_step_and_metrics_report_the_step_and_not_a_micro_batch(pool):
+    """FB-45, FB-46, FB-51: pairs for train_step, every metric from `metrics`, equal for one bin list on one rank and DP2xPP2."""
+    config = PolicyLossConfig(policy_metrics="with_entropy", clip_ratio_low=0.02, clip_ratio_high=0.03)
+    filling = [[0, 1], [2], [3, 5], [4]]
+    [(whole_step, logged)] = pool.run(metrics_on_rank, config, filling, world_size=1)
+    assert whole_step["policy/train_rollout_logprob_abs_diff"] == pytest.approx(0.1, rel=1e-5)
+    for metrics, logged_there in pool.run(metrics_on_rank, config, filling, world_size=4, **{PP: 2}):
+        assert metrics == pytest.approx(whole_step, rel=1e-5, abs=1e-6)
+        assert not logged_there or logged_there == pytest.approx(logged, rel=1e-5, abs=1e-6)
+    carried = logged.keys() - {"policy/loss"}
+    assert {name: logged[name] for name in carried} == pytest.approx({n: whole_step[n] for n in carried}, rel=1e-5, abs=1e-6)
+    assert {"policy/max_advantage", "policy/min_advantage"} <= whole_step.keys() - carried and "policy/entropy" in carried
+    [(nothing, logged)] = pool.run(metrics_on_rank, replace(config, policy_metrics="none"), filling, world_size=1)
+    assert nothing == {} and list(logged) == ["policy/loss"]
+
+
+def plain_bin(**changes) -> PackedBin:
+    """By hand: row 4 is 7 8 9 of prompt p with 8 and 9 trained, row 2 is 5 6 with 6 trained, then one row of padding."""
+    values = {
+        "tokens": torch.tensor([[7, 8, 9, 5, 6, 0, 0]]),
+        "loss_mask": torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]]),
+        "advantages": torch.tensor([0.5, -1.0, 0.0]),
+        "old_log_probs": torch.tensor([[-0.8, -0.9, 9.0, -0.6, 9.0, 9.0]]),
+        "ref_log_probs": None,
+        "seq_starts": [0, 3, 5, 7],
+        "seq_lengths": [3, 2, 0],
+        "seq_indices": [4, 2, 5],
+    }
+    return PackedBin(**{**values, **changes})
+
+
+PROMPTS = ["x", "x", "q", "x", "p", None]
+
+
+def test_a_bin_comes_apart_into_its_samples():
+    """FB-64, by hand: entry q of a shifted row belongs to token q + 1, and the last entry of a sequence to nobody."""
+    first, second = samples_of_bin(plain_bin(), PROMPTS)
+    assert (first.tokens, first.loss_mask, first.prompt_id, first.advantage) == ([7, 8, 9], [1, 1], "p", 0.5)
+    assert first.old_log_probs == pytest.approx([-0.8, -0.9])
+    assert (second.tokens, second.loss_mask, second.prompt_id) == ([5, 6], [1], "q")
+    assert second.old_log_probs == pytest.approx([-0.6]) and second.ref_log_probs is None
+    assert len(samples_of_bin(plain_bin(seq_starts=[0, 3, 5]), PROMPTS)) == 2
+
+
+# What is changed in the bin, or in the prompts of rows, and what is said.
+BAD = [
+    ({"prompts": ["x", "x", "q", "x", None, None]}, "row 4 has 2 unmasked tokens and no prompt"),
+    ({"seq_lengths": [3, 1, 0]}, "row 2 has 1 tokens from position 3"),
+    ({"seq_starts": [0, 6, 7]}, "row 2 has 2 tokens from position 6 of a bin of 7"),
+    ({"loss_mask": torch.tensor([0.0, 1, 1, 0, 1, 0, 0])}, "loss_mask has 7 entries for a bin of 7 tokens: it is"),
+    ({"loss_mask": torch.tensor([1.0, 1, 1, 1, 0, 0])}, "1 unmasked positions of a bin predict no token of their"),
+    ({"old_log_probs": torch.zeros(7)}, "old_log_probs has 7 entries"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_a_bin_that_does_not_fit_together_is_refused(changes, message):
+    """FB-64: boundaries off by one or two train the next sequence's prompt."""
+    prompts = changes.get("prompts", PROMPTS)
+    with pytest.raises(DataError, match=message):
+        samples_of_bin(plain_bin(**{name: value for name, value in changes.items() if name != "prompts"}), prompts)
+
+
+def refusals_on_rank(rank, kind):
+    """What a rank says and whether the gradients were finalised."""
+    trainer = tiny_trainer(packed=True)
+    samples = [replace(sample, old_log_probs=[-1.0] * len(sample.loss_mask)) for sample in ragged_step()]
+    prompts = [sample.prompt_id for sample in samples]
+    bins = [pack(samples, rows, prompts) for rows in FILLINGS[1]]
+    num_microbatches = 3 if kind == "short" else 2
+    forward_step = forward_step_of(bins, prompts, trainer.config, num_microbatches)
+    called = []
+    config = trainer.model.config
+    config.finalize_model_grads_func = lambda *positional, **named: called.append(1)
+    if kind == "on the GPU":  # there the loss does not look
+        plain = forward_step.check
+
+        def spoilt():
+            count = torch.tensor([3 if rank == 1 else 0], dtype=torch.int32)
+            zero = torch.zeros(())
+            forward_step._forward_step._reports = [MicrobatchReport(zero, None, None, count, None)]
+            plain()
+
+        forward_step.check = spoilt
+    try:
+        run_schedule(trainer, forward_step, bins)
+    except DataError as error:
+        return str(error), len(called)
+    return "", len(called)
+
+
+def test_a_non_finite_token_stops_every_rank_before_gradients_are_finalised(pool):
+    """On the GPU the loss does not synchronise, and Megatron's loop has no hook before its optimiser."""
+    first, second = pool.run(refusals_on_rank, "on the GPU", world_size=2, **{TP: 2})
+    assert first == ("another rank met an unmasked token that is not finite: the optimiser step is refused; see its message", 0)
+    assert "micro-batches {0: 3}" in second[0] and second[1] == 0
+    assert pool.run(refusals_on_rank, "sound", world_size=2, **{TP: 2}) == [("", 1), ("", 1)]
+
+
+def test_an_iterator_that_ends_within_a_step_is_told(pool):
+    [(message, _)] = pool.run(refusals_on_rank, "short", world_size=1)
+    assert message.startswith("the iterator ended after 2 of the step's 3 micro-batches")

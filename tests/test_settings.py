@@ -55,7 +55,7 @@ EFFECTS = {
     "--loss-aggregation-divisor": Effect("16", 16.0, ALL, "gradient", "--loss-aggregation constant"),
     "--samples-per-prompt": Effect("3", 3, ALL, "error"),
     "--allow-partial-prompt-groups": Effect(None, True, ALL, "error", OF_GROUPS),
-    "--one-sample-per-rollout": Effect(None, True, ("megatron_lm",), ""),  # tests/test_packed_bins.py
+    "--one-sample-per-rollout": Effect(None, True, ("megatron_lm",), ""),  # tests/test_batch.py
     "--clip-ratio-low": Effect("0.02", 0.02, NOT_REDUCER, "gradient"),
     "--clip-ratio-high": Effect("0.02", 0.02, NOT_REDUCER, "gradient"),
     "--policy-temperature": Effect("0.5", 0.5, NOT_REDUCER, "gradient"),

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import trainer_cases
 from host_harness import load_checkout, silent_logging
-from test_packed_bins import pack
+from test_batch import pack
 from test_whole_host import CLIPS, DIVISOR, LIMIT, MODEL, VOCABULARY, difference_of, group_of, samples_of, trained_by_command
 from whole_host import MEGATRON_ROOT, STUBBED_OF_WHOLE, add_megatron_lm, load_weights
 
