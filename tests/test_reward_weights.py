@@ -6,10 +6,12 @@ MILES_ROOT=... SLIME_ROOT=... pytest -m host --require host tests/test_reward_we
 
 from __future__ import annotations
 
+import copy
 import importlib
+import math
 import random
 from argparse import Namespace
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 
 import pytest
 from host_harness import load_checkout, own_train_data, roots_by_environment, silent_logging
@@ -26,12 +28,6 @@ MODES = {
     "token_mean": "--loss-aggregation token_mean",
     "constant": f"--loss-aggregation constant --loss-aggregation-divisor {DIVISOR}",
 }
-PARTIAL = " --samples-per-prompt 3 --allow-partial-prompt-groups"
-
-
-def weighted(host: str, ours: str, **options) -> Namespace:
-    """A launch with our hook."""
-    return launch(host, ours, **REWARD | options)
 
 
 def make_samples(counts: list[int], prompts: list, **fields: list) -> list[RolloutSample]:
@@ -40,7 +36,7 @@ def make_samples(counts: list[int], prompts: list, **fields: list) -> list[Rollo
     for index, (count, prompt) in enumerate(zip(counts, prompts, strict=True)):
         mask = [1] * count + [0] * max(count, 3)
         rest = {name: values[index] for name, values in fields.items()}
-        samples.append(RolloutSample(prompt, 100 + index, len(mask), **{"loss_mask": mask, **rest}))
+        samples.append(RolloutSample(prompt, **{"index": 100 + index, "response_length": len(mask), "loss_mask": mask, **rest}))
     return samples
 
 
@@ -49,14 +45,65 @@ def step_s(**fields: list) -> list[RolloutSample]:
     return make_samples([2, 4, 1, 0], [7, 7, 9, 9], **fields)
 
 
-def weights_of(samples: list, args: Namespace) -> list[float]:
-    """Without the host's normalisation a reward of 1 becomes the sample's weight."""
-    args.rewards_normalization = False
-    return reward_post_process(args, samples)[1]
+@dataclass
+class Rollouts:
+    """A call of the hook."""
+
+    samples: list[RolloutSample]
+    host: str = "miles"
+    mode: str = "prompt_mean"
+    options: dict = field(default_factory=dict)
+
+    def rewards(self) -> list[float]:
+        return reward_post_process(launch(self.host, MODES.get(self.mode, self.mode), **REWARD | self.options), self.samples)[1]
+
+    def weights(self) -> list[float]:
+        """Without the host's normalisation a reward of 1 becomes the sample's weight."""
+        return replace(self, options={"rewards_normalization": False} | self.options).rewards()
 
 
-def fractions(text: str) -> list[float]:
-    return [float(Fraction(word)) for word in text.split()]
+def groups(*prompts, **fields) -> list[RolloutSample]:
+    """Samples of these prompts, one unmasked token each."""
+    return make_samples([1] * len(prompts), list(prompts), **fields)
+
+
+def whole_samples(**fields: list) -> list[RolloutSample]:
+    """Two prompts of two samples of three tokens."""
+    return [RolloutSample(index // 2, index, 3, **{name: of[index] for name, of in fields.items()}) for index in range(4)]
+
+
+SIX, PARTIAL = groups(1, 1, 2, 2, 3, 3), "--loss-aggregation prompt_mean --samples-per-prompt 2 --allow-partial-prompt-groups"
+UNLIKE = groups(1, 1, 2, 2, 3, 3, 4, 5)
+KEEPS_REST = {"allow_partial_train_step": True, "use_dynamic_batch_size": True}
+ONE_PROMPT = {"global_batch_size": 3, "n_samples_per_prompt": 3, "rollout_batch_size": 1}
+MINUTE = {"index": [None] * 4, "rollout_id": [5, 5, None, None]}
+WEIGHTS = {
+    # 3 groups of 2 rollouts, one token each, steps of 4 rollouts: the third group is dropped, T = 4.
+    "slime drops the rest": (Rollouts(SIX, "slime"), [1, 1, 1, 1, 0, 0]),
+    "miles drops the rest": (Rollouts(SIX), [1, 1, 1, 1, 0, 0]),
+    # A partial step of 2 rollouts, kept only with dynamic micro-batches: prompt_mean has N / P = 2 there too.
+    "FB-07 no dynamic micro-batches": (Rollouts(SIX, options={"allow_partial_train_step": True}), [1, 1, 1, 1, 0, 0]),
+    "FB-07 miles keeps it": (Rollouts(SIX, options=KEEPS_REST), [1] * 6),
+    # The hook runs before the host clears the mask of a removed sample: 2 x 3/6, 2 x 3/6, 2 x 3/3.
+    "a sample that the host will remove": (Rollouts(whole_samples(remove_sample=[False, False, False, True])), [1, 1, 2, 0]),
+    "a fully masked sample": (Rollouts(whole_samples(loss_mask=[[1] * 3] * 3 + [[0] * 3])), [1, 1, 2, 0]),
+    # Two of one prompt's four samples are segments of one rollout: N = 3, and 3 x M_roll / 6 with M_roll = 2 for all.
+    "FB-11 miles: index stands in": (
+        *(Rollouts(make_samples([1, 1, 2, 2], [1] * 4, rollout_id=[5, 5, None, None]), options=ONE_PROMPT), [1] * 4),
+    ),
+    "FB-11 slime: a fresh number": (Rollouts(make_samples([1, 1, 2, 2], [1] * 4, **MINUTE), "slime", options=ONE_PROMPT), [1] * 4),
+    # (N/P) m_i / M_g = 8/5 x 1/2 and 8/5 x 1/1
+    "unlike groups in one step": (
+        *(Rollouts(UNLIKE, "slime", PARTIAL, {"global_batch_size": 8, "rollout_batch_size": 4}), [0.8] * 6 + [1.6] * 2),
+    ),
+    "FB-17 a constant needs no prompts": (Rollouts(groups(*[None] * 4), mode="constant"), [1 / 8] * 4),
+}
+
+
+@pytest.mark.parametrize(("rollouts", "expected"), WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_by_hand(rollouts, expected):
+    before = copy.deepcopy(rollouts.samples)
+    assert rollouts.weights() == pytest.approx(expected) and rollouts.samples == before
 
 
 @pytest.mark.parametrize("host", ROLLOUT_HOST_NAMES)
@@ -64,192 +111,101 @@ def fractions(text: str) -> list[float]:
 def test_rewards_are_normalised_by_group_index_with_one_reward_a_rollout(host, by_deviation, unit):
     """FB-11, FB-17: prompt 5 has rollouts of rewards 1, in two segments, and 3: mean 2, deviation sqrt(2). Prompt 6 has one: 0."""
     options = {"global_batch_size": 3, "grpo_std_normalization": by_deviation, **REDUCER}
-    args = weighted(host, "--loss-aggregation constant --loss-aggregation-divisor 1", **options)
     samples = make_samples([1, 2, 1, 1], [5, 6, 5, 5], rollout_id=[10, 20, 11, 10], reward=[1.0, 5.0, 3.0, 1.0])
-    assert reward_post_process(args, samples)[1] == pytest.approx([-unit, 0.0, unit, -unit], abs=1e-5)
+    found = Rollouts(samples, host, "--loss-aggregation constant --loss-aggregation-divisor 1", options).rewards()
+    assert found == pytest.approx([-unit, 0.0, unit, -unit], abs=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_zero_token_sample_leaves_the_other_samples_weights_unchanged(mode):
     """FB-18: w_i / (N d_i), what a token weighs after the host's mean, does not move; a constant's w_i does not either."""
-    args = weighted("miles", MODES[mode] + PARTIAL, n_samples_per_prompt=3, use_dynamic_global_batch_size=True)
-    without = weights_of(make_samples([2, 4, 1, 3], [7, 7, 9, 9]), args)
-    placeholder = RolloutSample(9, 3, 0, loss_mask=None)
-    with_it = weights_of([*make_samples([2, 4, 1, 3], [7, 7, 9, 9]), placeholder], args)
-    assert with_it[-1] == 0.0
+    ours = MODES[mode] + " --samples-per-prompt 3 --allow-partial-prompt-groups"
+    options = {"n_samples_per_prompt": 3, "use_dynamic_global_batch_size": True}
+    samples = make_samples([2, 4, 1, 3], [7, 7, 9, 9])
+    without = Rollouts(samples, mode=ours, options=options).weights()
+    *with_it, placeholder = Rollouts([*samples, RolloutSample(9, 3, 0)], mode=ours, options=options).weights()
     per_n = (1, 1) if mode == "constant" else (4, 5)
-    assert [w / per_n[1] for w in with_it[:-1]] == pytest.approx([w / per_n[0] for w in without], rel=1e-6)
+    assert placeholder == 0.0
+    assert [weight / per_n[1] for weight in with_it] == pytest.approx([weight / per_n[0] for weight in without], rel=1e-6)
 
 
-@pytest.mark.parametrize("change", [{"remove_sample": [False, False, False, True]}, {"loss_mask": [[1] * 3] * 3 + [[0] * 3]}])
-def test_a_sample_that_the_host_will_mask_has_weight_zero(change):
-    """The hook runs before the host clears the mask of a removed sample; reading the mask alone would count its tokens."""
-    samples = [RolloutSample(index // 2, index, 3, **{k: v[index] for k, v in change.items()}) for index in range(4)]
-    weights = weights_of(samples, weighted("miles", MODES["prompt_mean"]))
-    assert weights == pytest.approx([1.0, 1.0, 2.0, 0.0])  # 2 x 3/6, 2 x 3/6, 2 x 3/3
-    assert [sample.loss_mask for sample in samples] == change.get("loss_mask", [None] * 4), "samples are left as they are"
-
-
-@pytest.mark.parametrize(
-    ("host", "options", "expected"),
-    [
-        # 3 groups of 2 rollouts, one token each, steps of 4 rollouts: the third group is dropped, T = 4.
-        pytest.param("slime", {}, [1, 1, 1, 1, 0, 0], id="slime drops the rest"),
-        pytest.param("miles", {}, [1, 1, 1, 1, 0, 0], id="miles drops the rest"),
-        # A partial step of 2 rollouts, kept only with dynamic micro-batches: prompt_mean has N / P = 2 there too.
-        pytest.param("miles", {"allow_partial_train_step": True}, [1, 1, 1, 1, 0, 0], id="FB-07 no dynamic micro-batches"),
-        pytest.param(
-            "miles", {"allow_partial_train_step": True, "use_dynamic_batch_size": True}, [1] * 6, id="FB-07 miles keeps it"
-        ),
-    ],
-)
-def test_rollouts_beyond_the_last_full_step_count_where_the_host_trains_them(host, options, expected):
-    args = weighted(host, MODES["prompt_mean"], **options)
-    assert weights_of(make_samples([1] * 6, [1, 1, 2, 2, 3, 3]), args) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("host", "rollout_ids", "index"),
-    [
-        # Two of one prompt's four samples are segments of one rollout: N = 3.
-        pytest.param("miles", [5, 5, None, None], [100, 101, 102, 103], id="FB-11 miles: index stands in"),
-        pytest.param("slime", [5, 5, None, None], [None] * 4, id="FB-11 slime: a fresh number"),
-    ],
-)
-def test_samples_without_a_rollout_id_are_rollouts_of_their_own(host, rollout_ids, index):
-    samples = make_samples([1, 1, 2, 2], [1, 1, 1, 1], rollout_id=rollout_ids)
-    for sample, number in zip(samples, index, strict=True):
-        sample.index = number
-    args = weighted(host, MODES["prompt_mean"], global_batch_size=3, n_samples_per_prompt=3, rollout_batch_size=1)
-    # 3 x M_roll / 6 with M_roll = 2 for all
-    assert weights_of(samples, args) == pytest.approx([1.0] * 4)
-
-
-SETTINGS = [
-    pytest.param({"custom_reward_post_process_path": "a.b"}, "would not know that samples are weighted", {}, id="a wrapper"),
-    pytest.param({"samples_per_prompt": "8"}, "same thing with two values", {"samples_per_prompt": "2"}, id="two group sizes"),
-    pytest.param({"global_batch_size": None}, "neither --global-batch-size", {"global_batch_size": 4}, id="no batch size"),
-    (
-        {"delay_split_train_data_by_dp": True, "global_batch_size": 2},
-        "--delay-split-train-data-by-dp: miles then splits samples",
-        {"delay_split_train_data_by_dp": True, "global_batch_size": 4},
+S, TWO_STEPS = Rollouts(step_s()), {"global_batch_size": 2, "rollout_batch_size": 1}
+SPLIT, DYNAMIC = {"delay_split_train_data_by_dp": True}, {"use_dynamic_global_batch_size": True}
+IMAGES, EIGHT = step_s(multimodal_train_inputs=[{"pixels": 1}] * 4), {"rollout_batch_size": 4}
+FIVE = {"rollout_id": [1, 1, 2, 3, 4]}
+# What is refused, the message, what is allowed beside it.
+REFUSED = {
+    # A setting that would undo the weights. FB-07: a rollout that the host drops must not count in a denominator.
+    "a wrapper": (replace(S, options={"custom_reward_post_process_path": "a.b"}), "would not know that samples are weighted", S),
+    "two group sizes": (
+        replace(S, options={"samples_per_prompt": "8"}),
+        "two values",
+        replace(S, options={"samples_per_prompt": "2"}),
     ),
-]
-
-
-@pytest.mark.parametrize(("refused", "message", "allowed"), SETTINGS)
-def test_a_setting_that_would_undo_the_weights_is_refused(refused, message, allowed):
-    """FB-07: a rollout that the host drops must not count in a denominator."""
-    with pytest.raises(ConfigError, match=message):
-        reward_post_process(weighted("miles", MODES["prompt_mean"], **refused), step_s())
-    reward_post_process(weighted("miles", MODES["prompt_mean"], **allowed), step_s())
-
-
-@pytest.mark.parametrize("host", ROLLOUT_HOST_NAMES)
-def test_token_mean_over_several_steps_is_refused_and_constant_is_not(host):
-    """Four samples come where the flags promise one step of two: the flags alone do not show it."""
-    options = {"global_batch_size": 2, "rollout_batch_size": 1}
-    with pytest.raises(ConfigError, match="the rollout batch makes 2 steps of --global-batch-size 2: token_mean"):
-        reward_post_process(weighted(host, MODES["token_mean"], **options), step_s())
-    reward_post_process(weighted(host, MODES["constant"], **options), step_s())
-
-
-def groups(*prompts, **fields) -> list:
-    """Samples of these prompts, one unmasked token each."""
-    return make_samples([1] * len(prompts), list(prompts), **fields)
-
-
-DATA = [
-    pytest.param(lambda: groups(1, None, 2, 2), r"1 of 4 .* no group_index \(the first is sample 1\)", step_s, id="FB-17 None"),
-    pytest.param(lambda: groups(1, 2, 2, 3), "prompt 1 has 1 of samples_per_prompt=2", lambda: groups(1, 2, 2, 1), id="FB-17 part"),
-    pytest.param(lambda: groups(1, 1, 1, 2), "prompt 1 has 3 samples", step_s, id="too many"),
-    pytest.param(lambda: groups(1, 1, 2), "3 rollouts do not fill one step", step_s, id="FB-07 too few rollouts"),
-    pytest.param(
-        lambda: groups(1, 1, 2, 2, rollout_id=[1, 2, 1, 2]), r"rollout 1 has samples of the prompt groups \['1', '2'\]",
-        lambda: groups(1, 1, 2, 2, rollout_id=[1, 2, 3, 4]), id="FB-11 a rollout of two prompts",
+    "no batch size": (replace(S, options={"global_batch_size": None}), "neither --global-batch-size", S),
+    "a split by samples": (replace(S, options=SPLIT | TWO_STEPS), "-data-by-dp: miles then splits", replace(S, options=SPLIT)),
+    "images": (
+        *(Rollouts(IMAGES, options=TWO_STEPS), "samples with multimodal_train_inputs: miles then splits samples"),
+        Rollouts(IMAGES, "slime", options=TWO_STEPS),
     ),
-    pytest.param(
-        lambda: groups(1, 1, 1, 2, 2, rollout_id=[1, 1, 2, 3, 4], reward=[1, 2, 1, 1, 1]), "segments of one rollout share one",
-        lambda: groups(1, 1, 1, 2, 2, rollout_id=[1, 1, 2, 3, 4], reward=[2, 2, 1, 1, 1]), id="FB-11 segments that disagree",
+    "images of one step": (Rollouts(IMAGES, options=TWO_STEPS), "multimodal_train_inputs", Rollouts(IMAGES)),
+    "FB-11 a dynamic step of segments": (
+        *(Rollouts(groups(1, 1, 1, 2, 2, **FIVE), options=DYNAMIC), "-dynamic-global-batch-size with 5 samples of 4 rollouts"),
+        replace(S, options=DYNAMIC),
     ),
-    pytest.param(lambda: [RolloutSample(1, 0, 2, loss_mask=[1])], "a loss_mask of 1 for a response_length of 2", step_s, id="mask"),
-    pytest.param(lambda: make_samples([0] * 4, [1, 1, 2, 2]), "not a single unmasked token", step_s, id="nothing to learn from"),
-    pytest.param(
-        lambda: step_s(reward=[1.0, float("nan"), 0.0, 0.0]), "sample 1 has the reward nan", lambda: step_s(reward=[1, 0, True, 2]),
-        id="FB-18 a reward that is NaN",
+    # The flags alone do not show it: four samples come where they promise one step of two.
+    "token_mean over several steps": (
+        *(Rollouts(step_s(), "slime", "token_mean", TWO_STEPS), "the rollout batch makes 2 steps of --global-batch-size 2: token_"),
+        Rollouts(step_s(), "slime", "constant", TWO_STEPS),
     ),
-    pytest.param(lambda: step_s(reward=[1.0, 1.0, None, 1.0]), "sample 2 has the reward None", step_s, id="no reward"),
-    pytest.param(lambda: step_s(reward=[{"a": 1.0}] * 4), "give --reward-key", step_s, id="a dictionary of rewards"),
-]  # fmt: skip
+    "a prompt group cut by a step": (
+        *(Rollouts(groups(1, 1, 2, 3, 3, 2, 4, 4), options=EIGHT), "prompt group 2 has samples in step 0 and step 1"),
+        Rollouts(groups(1, 2, 2, 1, 3, 4, 4, 3), options=EIGHT),
+    ),
+    # N / P would differ from step to step.
+    "unlike groups": (Rollouts(UNLIKE, "slime", PARTIAL), "step 0 has 4 rollouts of 2 prompts, step 1 has 4 of 3", S),
+    # Samples that cannot be weighted.
+    "FB-17 no prompt": (Rollouts(groups(1, None, 2, 2)), r"1 of 4 .* no group_index \(the first is sample 1\)", S),
+    "FB-17 no prompts, which a normalisation needs": (Rollouts(groups(*[None] * 4), mode="constant"), "4 of 4 samples have no", S),
+    "FB-17 a part of the prompts": (
+        *(Rollouts(groups(1, None, None, 2), mode="constant", options={"rewards_normalization": False}), "2 of 4 samples have no"),
+        S,
+    ),
+    "FB-17 part of a group": (Rollouts(groups(1, 2, 2, 3)), "prompt 1 has 1 of samples_per_prompt=2", Rollouts(groups(1, 2, 2, 1))),
+    "too many": (Rollouts(groups(1, 1, 1, 2)), "prompt 1 has 3 samples", S),
+    "FB-07 too few rollouts": (Rollouts(groups(1, 1, 2)), "3 rollouts do not fill one step", S),
+    "FB-11 a rollout of two prompts": (
+        *(Rollouts(groups(1, 1, 2, 2, rollout_id=[1, 2, 1, 2])), r"rollout 1 has samples of the prompt groups \['1', '2'\]"),
+        Rollouts(groups(1, 1, 2, 2, rollout_id=[1, 2, 3, 4])),
+    ),
+    "FB-11 segments that disagree": (
+        *(Rollouts(groups(1, 1, 1, 2, 2, **FIVE, reward=[1, 2, 1, 1, 1])), "segments of one rollout share one"),
+        Rollouts(groups(1, 1, 1, 2, 2, **FIVE, reward=[2, 2, 1, 1, 1])),
+    ),
+    # Without rollout_id and index miles counts all such samples as one rollout; slime numbers them.
+    "samples that miles cannot tell apart": (
+        *(Rollouts(step_s(index=[100, 101, 102, None])), "sample 3 has neither rollout_id nor index"),
+        Rollouts(step_s(index=[100, 101, 102, None]), "slime"),
+    ),
+    "a mask of another length": (Rollouts([RolloutSample(1, 0, 2, loss_mask=[1])]), "mask of 1 for a response_length of 2", S),
+    "nothing to learn from": (Rollouts(make_samples([0] * 4, [1, 1, 2, 2])), "not a single unmasked token", S),
+    "FB-18 NaN": (Rollouts(step_s(reward=[1, math.nan, 0, 0])), "reward nan", Rollouts(step_s(reward=[1, 0, True, 2]))),
+    "no reward": (Rollouts(step_s(reward=[1.0, 1.0, None, 1.0])), "sample 2 has the reward None", S),
+    "a dictionary of rewards": (Rollouts(step_s(reward=[{"a": 1.0}] * 4)), "give --reward-key", S),
+}
 
 
-@pytest.mark.parametrize("host", ROLLOUT_HOST_NAMES)
-@pytest.mark.parametrize(("refused", "message", "allowed"), DATA)
-def test_samples_that_cannot_be_weighted_are_refused(host, refused, message, allowed):
-    args = weighted(host, MODES["prompt_mean"])
-    with pytest.raises(DataError, match=message):
-        reward_post_process(args, refused())
-    reward_post_process(args, allowed())
-
-
-def test_constant_asks_for_prompts_where_rewards_are_normalised_and_never_takes_a_part_of_them():
-    """FB-17: without a normalisation no group is needed; one that is known for some samples only is a fault in any case."""
-    args = weighted("miles", MODES["constant"])
-    with pytest.raises(DataError, match="4 of 4 samples have no group_index"):
-        reward_post_process(args, make_samples([1] * 4, [None] * 4))
-    assert weights_of(make_samples([1] * 4, [None] * 4), args) == pytest.approx([1 / 8] * 4)
-    with pytest.raises(DataError, match="2 of 4 samples have no group_index"):
-        weights_of(make_samples([1] * 4, [1, None, None, 2]), args)
-
-
-def test_a_sample_that_miles_cannot_tell_apart_is_refused():
-    """Without rollout_id and index miles counts all such samples as one rollout; slime numbers them."""
-    samples = step_s()
-    samples[3].index = None
-    with pytest.raises(DataError, match="sample 3 has neither rollout_id nor index"):
-        reward_post_process(weighted("miles", MODES["prompt_mean"]), samples)
-    reward_post_process(weighted("slime", MODES["prompt_mean"]), samples)
-
-
-def test_a_prompt_group_cut_by_a_step_is_refused():
-    """Flags alone do not show it: 4 rollouts a step are two whole groups, but the groups do not stand side by side."""
-    args = weighted("miles", MODES["prompt_mean"], rollout_batch_size=4)
-    with pytest.raises(DataError, match="prompt group 2 has samples in step 0 and step 1"):
-        reward_post_process(args, make_samples([1] * 8, [1, 1, 2, 3, 3, 2, 4, 4]))
-    reward_post_process(args, make_samples([1] * 8, [1, 2, 2, 1, 3, 4, 4, 3]))
-
-
-def test_steps_with_unlike_groups_are_refused():
-    """N / P would differ from step to step: 4 rollouts of 2 prompts, then 4 of 3. One step of all is allowed."""
-    samples = make_samples([1] * 8, [1, 1, 2, 2, 3, 3, 4, 5])
-    ours = "--loss-aggregation prompt_mean --samples-per-prompt 2 --allow-partial-prompt-groups"
-    args = weighted("slime", ours)
-    with pytest.raises(DataError, match="step 0 has 4 rollouts of 2 prompts, step 1 has 4 of 3"):
-        reward_post_process(args, samples)
-    args.global_batch_size, args.rollout_batch_size = 8, 4
-    # (N/P) m_i / M_g = 8/5 x 1/2 and 8/5 x 1/1
-    assert weights_of(samples, args) == pytest.approx([0.8] * 6 + [1.6] * 2)
-
-
-def test_a_dynamic_global_batch_of_rollouts_with_segments_is_refused():
-    args = weighted("miles", MODES["prompt_mean"], use_dynamic_global_batch_size=True)
-    with pytest.raises(ConfigError, match="--use-dynamic-global-batch-size with 5 samples of 4 rollouts"):
-        reward_post_process(args, make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 1, 2, 3, 4]))
-
-
-def test_multimodal_samples_of_several_steps_are_refused_in_miles_alone():
-    """FB-07: miles deals multimodal samples to ranks by count, so that steps hold other samples than rollouts would say."""
-    samples = step_s(multimodal_train_inputs=[{"pixels": 1}] * 4)
-    with pytest.raises(ConfigError, match="samples with multimodal_train_inputs: miles then splits samples"):
-        reward_post_process(weighted("miles", MODES["prompt_mean"], global_batch_size=2), samples)
-    reward_post_process(weighted("miles", MODES["prompt_mean"]), samples)
-    reward_post_process(weighted("slime", MODES["prompt_mean"], global_batch_size=2), samples)
+@pytest.mark.parametrize(("refused", "message", "allowed"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_weighted_is_refused(refused, message, allowed):
+    with pytest.raises((ConfigError, DataError), match=message):
+        refused.rewards()
+    allowed.rewards()
 
 
 # In checkouts
 
 SCHEDULE = dict(micro_batch_size=1, balance_data=False, balance_by_flops=False, rollout_top_p=1.0)
-SCHEDULE |= dict(disable_rollout_trim_samples=False, n_samples_per_prompt=3, rollout_batch_size=4)
+SCHEDULE |= REWARD | dict(disable_rollout_trim_samples=False, n_samples_per_prompt=3, rollout_batch_size=4)
 
 # The segments of each rollout, by prompt.
 EQUAL = {3: [1, 1, 1], 4: [1, 1, 1], 8: [1, 1, 1], 9: [1, 1, 1]}
@@ -343,7 +299,7 @@ def rewards_of(host: str, mode: str, groups: dict, steps: int) -> tuple[list, li
         options.update(samples_per_prompt=3, allow_partial_prompt_groups=True, rollout_batch_size=3)
     samples = real_samples(host, groups)
     expected = expected_weights(samples, mode, lambda prompt: list(groups).index(prompt) * steps // len(groups))
-    return token_weights(host, weighted(host, MODES[mode], **options), samples), expected
+    return token_weights(host, launch(host, MODES[mode], **options), samples), expected
 
 
 @pytest.mark.host
@@ -365,7 +321,7 @@ def test_rewards_weight_samples_as_the_hosts_schedule_and_denominators_need(chec
 def weighted_and_own_rewards(host: str, by_deviation: bool) -> tuple[list, list]:
     groups = SEGMENTS if host == "miles" else EQUAL  # slime takes segments for one large group
     options = dict(SCHEDULE, global_batch_size=12, grpo_std_normalization=by_deviation, **REDUCER)
-    ours = weighted(host, "--loss-aggregation constant --loss-aggregation-divisor 1", **options)
+    ours = launch(host, "--loss-aggregation constant --loss-aggregation-divisor 1", **options)
     theirs = Namespace(**{**vars(ours), "custom_reward_post_process_path": None})
     found, plain = (own_train_data(host, args, real_samples(host, groups)) for args in (ours, theirs))
     assert found["raw_reward"] == plain["raw_reward"]
@@ -383,7 +339,7 @@ def test_normalised_rewards_are_the_hosts_own(checkout, by_deviation):
 
 def trimmed(host: str) -> tuple[int, list, list]:
     options = dict(SCHEDULE, global_batch_size=99, use_dynamic_global_batch_size=True)
-    args = weighted(host, MODES["token_mean"], **options)
+    args = launch(host, MODES["token_mean"], **options)
     post = importlib.import_module("miles.ray.rollout.rollout_data_conversion").postprocess_rollout_data
     kept, metadata = post(args, real_samples(host, {3: [1, 1, 1], 4: [1, 1, 1], 5: [1]}), {"dp_size": 2})
     expected = expected_weights(kept, "token_mean", lambda prompt: 0)
