@@ -12,10 +12,9 @@ import pytest
 from forked import forget, forked
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands import doctor
 from megatron_rl.commands.doctor import launch, probes
 from megatron_rl.commands.doctor.machine import findings
-from megatron_rl.commands.doctor.report import NOTE, PROBLEM
+from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.errors import ConfigError
 
 # Machines as facts, of which nothing is looked up here
@@ -227,48 +226,37 @@ def test_doctor_runs_where_torch_does_not():
 # The launch line
 
 
-class Toy:
-    """An adapter whose trainer is installed, and reads --mode=<text>."""
+def raises(error: BaseException):
+    def call(_):
+        raise error
 
-    TITLE = "Toy"
-
-    def compose(self, words):
-        if "--missing" in words:
-            raise ImportError("No module named 'toy'")
-        if "--unknown" in words:
-            raise SystemExit(2)
-        return dict(word.lstrip("-").split("=") for word in words if "=" in word)
-
-    def check(self, config):
-        if config["mode"] == "bad":
-            raise ConfigError(["mode=bad: first", "mode=bad: second"])
-        return [f"mode={config['mode']} in Toy"]
+    return call
 
 
-@pytest.fixture
-def on_machine(monkeypatch, capsys):
-    def run(facts: dict, *words: str) -> tuple[int, str]:
-        monkeypatch.setattr(doctor, "collect_facts", lambda: facts)
-        return main(["doctor", *words]), capsys.readouterr().out
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("word", "code", "rows"),
-    [
-        ("--mode=good", 0, ["  ok       settings            mode=good in Toy"]),
-        ("--mode=bad", 1, ["  PROBLEM  settings            mode=bad: first", "  PROBLEM  settings            mode=bad: second"]),
-        ("--unknown", 1, ["  PROBLEM  line                Toy's own parser refuses it, exit code 2"]),
-        ("--missing", 0, ["  note     line                Toy cannot read it here (No module named 'toy'): run doctor in its "]),
-    ],
-)
-def test_the_trainers_own_parser_reads_a_line_and_the_check_at_start_judges_it(word, code, rows, on_machine, monkeypatch):
-    monkeypatch.setattr(launch, "adapter_named", lambda name: Toy())
-    found, out = on_machine(CPU_MACHINE, "--host", "verl", "--", "python", "train.py", word)
-    assert found == code and all(f"\n{row}" in out for row in rows), out
+REFUSED = ConfigError(["mode=bad: first", "mode=bad: second"])
+JUDGED = [
+    # what raises what, the status of each row, its text
+    (
+        {"compose": raises(ImportError("no toy"))},
+        NOTE,
+        ["Toy cannot read it here (no toy): run doctor in its environment"],
+    ),
+    ({"compose": raises(SystemExit(2))}, PROBLEM, ["Toy's own parser refuses it, exit code 2"]),
+    ({"compose": raises(REFUSED)}, PROBLEM, REFUSED.problems),
+    ({"check": raises(REFUSED)}, PROBLEM, REFUSED.problems),
+    ({}, OK, ["python", "train.py"]),
+]
 
 
-def test_a_line_of_nobody_asks_for_the_trainer(on_machine):
-    code, out = on_machine(CPU_MACHINE, "--", "python", "mine.py")
-    assert code == 0 and "add --host, or start it with MEGATRON_RL_CHECK=1" in out
+@pytest.mark.parametrize(("methods", "status", "texts"), JUDGED, ids=["not here", "exit", "composer", "check", "sound"])
+def test_the_trainers_own_parser_reads_a_line_and_the_check_at_start_judges_it(methods, status, texts, monkeypatch):
+    adapter = SimpleNamespace(**{"TITLE": "Toy", "compose": list, "check": list, **methods})
+    monkeypatch.setattr(launch, "adapter_named", lambda name: adapter)
+    rows = launch.judge_line(["python", "train.py"], "verl")
+    assert [row.status for row in rows] == [status] * len(texts)
+    assert all(row.text.startswith(text) for row, text in zip(rows, texts, strict=True))
+
+
+def test_a_line_of_nobody_asks_for_the_trainer():
+    [row] = launch.judge_line(["python", "mine.py"], None)
+    assert row.status == NOTE and "add --host, or start it with MEGATRON_RL_CHECK=1" in row.text

@@ -214,13 +214,6 @@ def test_a_reward_may_be_any_kind_of_number(tmp_path):
             task.reward(task.make_prompt(0, 0), [1])
 
 
-def test_a_reward_that_raises_keeps_its_error_and_names_the_prompt(tmp_path):
-    task = user_task(tmp_path, {"prompt": [1]}, reward="failing_reward")
-    with pytest.raises(KeyError, match="no such field") as caught:
-        task.reward(task.make_prompt(0, 0), [1])
-    assert caught.value.__notes__ == [f"raised by the reward {__name__}.failing_reward for prompt 'line-1#0'"]
-
-
 def test_a_reward_that_cannot_be_imported_says_what_failed():
     """As each function that is named: test_declare has what is wrong with a name."""
     with pytest.raises(ConfigError, match="--reward 'no_dot' has no dot"):

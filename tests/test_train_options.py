@@ -16,11 +16,11 @@ from helpers import run_in_children
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands import main as command_line
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import Route
 from megatron_rl.declare import clip_of
 from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.train.option_rules import TrainLaunch, check_effects, train_options, with_group_size
-from megatron_rl.train.options import PRESETS, TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
+from megatron_rl.train.options import TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
 from megatron_rl.validation import flag_of
 
 # A file of one rollout.
@@ -118,16 +118,6 @@ def test_defaults_that_depend_on_other_flags(tmp_path):
     assert options_of("--rollouts r.jsonl --num-rollouts 10").num_rollouts == 10
 
 
-def test_the_demo_is_gspo_with_prompt_mean_and_gspos_own_clip():
-    args = parse("--preset demo")
-    config = validate_megatron_rl_args(args, Route.TRAIN)
-    assert (config.policy_loss, config.loss_aggregation, config.samples_per_prompt) == ("gspo", "prompt_mean", 16)
-    assert clip_of(config) == (3e-4, 4e-4)
-    options = train_options(vars(args))
-    assert (options.task, options.prompts_per_rollout, options.steps_per_rollout, options.lr) == ("tally", 8, 2, 1e-3)
-    assert (options.num_rollouts, options.target_reward) == (140, 0.97)
-
-
 @pytest.mark.parametrize("line", ["--preset demo --policy-loss grpo --lr 1", "--policy-loss grpo --lr 1 --preset=demo"])
 def test_a_flag_that_is_given_wins_over_the_preset_wherever_it_stands(line):
     """Catches a preset that overrides what the user wrote, and GSPO's clip of 3e-4 left standing under GRPO."""
@@ -144,12 +134,6 @@ def test_a_task_that_is_given_wins_over_that_of_the_preset(line, task):
     """Catches --preset demo with --prompts refused as two tasks."""
     args = parse(f"{line} --preset demo")
     assert (args.task, args.lr) == (task, 1e-3)
-
-
-def test_a_preset_sets_existing_flags_alone():
-    """Catches a misspelt name, which argparse would accept and nobody read."""
-    known = {field.name for owner in (TrainOptions, PolicyLossConfig) for field in dataclasses.fields(owner)}
-    assert [name for preset in PRESETS.values() for name in preset if name not in known] == []
 
 
 # Rules
@@ -311,26 +295,3 @@ def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code, end):
 def test_an_unknown_flag_is_refused_with_what_it_may_mean(capsys, line, said):
     assert command_line.main(line.split()) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_file_has_a_flag_in_each_line_and_the_last_value_counts(tmp_path, monkeypatch):
-    """`train @run.args`, before what reads the words themselves: the loss of a user's own, the preset."""
-    seen = []
-
-    class Command:
-        @staticmethod
-        def add_arguments(parser, arguments):
-            seen.append(arguments)
-            parser.add_argument("--lr", type=float)
-            parser.add_argument("--packed", action="store_true")
-
-        @staticmethod
-        def run(args):
-            seen.append((args.lr, args.packed))
-            return 0
-
-    monkeypatch.setattr(command_line, "command_module", lambda name: Command)
-    path = tmp_path / "run.args"
-    path.write_text("--lr=0.001\n--packed\n")
-    assert command_line.main(["train", f"@{path}", "--lr", "1"]) == 0
-    assert seen == [["--lr=0.001", "--packed", "--lr", "1"], (1.0, True)]
