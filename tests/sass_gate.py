@@ -26,7 +26,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -45,38 +45,6 @@ ADDRESS = 1 << 20  # what torch's allocator gives at least, fake tensors start h
 SM_REGISTERS, SM_THREADS, SM_BLOCKS, SM_SHARED_BYTES = 65536, 2048, 32, 227 * 1024
 # A register file is dealt out to warps in units of 256, a block takes 1 KiB of shared memory for itself.
 REGISTER_UNIT, SHARED_PER_BLOCK = 8, 1024
-
-
-@dataclass(frozen=True)
-class Walk:
-    """An innermost loop that reads logits and takes exponentials of them, or writes them."""
-
-    loads: dict[str, int]
-    stores: dict[str, int]
-    shuffles: int
-    barriers: int
-    instructions_per_logit: float
-    exponentials_per_logit: float
-    nan_maxima_per_logit: float
-    kib_in_flight: float
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One binary's machine code."""
-
-    launch: str
-    kernel: str
-    dtype: str
-    constants: dict[str, object]
-    num_warps: int
-    specialised_on: list[str]
-    aligned_pointers: list[str]
-    registers: int
-    stack_bytes: int
-    local_accesses: int
-    wide_loads: int  # of 16 bytes, in the code
-    walks: list[Walk]  # in the order of the code
 
 
 def main() -> int:
@@ -104,8 +72,8 @@ def main() -> int:
         number = {key: index for index, key in enumerate(jobs)}
         figures = read_all(list(jobs.values()), options.processes, options.code_of, options.target)
         launched = {name: [number[binary.key()] for binary in binaries] for name, binaries in recorded.items()}
-        described = {"versions": versions(), "launched": launched, "torch_operations": operations}
-        print(json.dumps(described | {"figures": [asdict(f) for f in figures]}))
+        described = {"versions": versions(), "launched": launched, "torch_operations": operations, "figures": figures}
+        print(json.dumps(described))
     return 0
 
 
@@ -143,7 +111,7 @@ def load_launches(path: Path) -> dict[str, Callable[[], None]]:
     return module.LAUNCHES
 
 
-def read_all(jobs: list[tuple[str, Binary]], processes: int, code_of: list[str] | None, target: int) -> list[Figures]:
+def read_all(jobs: list[tuple[str, Binary]], processes: int, code_of: list[str] | None, target: int) -> list[dict]:
     """In `processes` processes: almost all of the time is the compiler's, on one core each."""
     global _jobs  # forked workers see them; a JITFunction does not travel through a pipe
     _jobs = [(*job, target, code_of is None or any(text in job[1].kernel for text in code_of)) for job in jobs]
@@ -151,12 +119,13 @@ def read_all(jobs: list[tuple[str, Binary]], processes: int, code_of: list[str] 
         return pool.map(_read, range(len(jobs)), chunksize=1)
 
 
-def _read(index: int) -> Figures:
+def _read(index: int) -> dict:
     return read_binary(*_jobs[index])
 
 
-def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = True) -> Figures:
-    """has_code False: registers and stack alone. The disassembler takes longer than the compiler, and a spill is on the stack."""
+def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = True) -> dict[str, object]:
+    """One binary's machine code. has_code False: registers and stack alone. The disassembler takes longer than the compiler, and
+    a spill is on the stack."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -171,41 +140,43 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         sass = tool("nvdisasm", "-c", "-ndf", cubin) if has_code else ""
     registers, stack, shared = map(int, usage.groups())
     dtype = next(kind[1:] for kind in binary.signature.values() if isinstance(kind, str) and kind.startswith("*"))
-    num_warps = binary.options["num_warps"]
     everything = Counter(family(instruction) for instruction in instructions(sass))
-    threads = num_warps * WARP
+    threads = binary.options["num_warps"] * WARP
     blocks = blocks_per_sm(registers, shared, threads)
-    return Figures(
-        launch=launch,
-        kernel=binary.kernel,
-        dtype=dtype,
+    return {
+        "launch": launch,
+        "kernel": binary.kernel,
+        "dtype": dtype,
         # The twin of a loss is a function, told by its name.
-        constants={name: getattr(value, "__name__", value) for name, value in binary.constants.items()},
-        num_warps=num_warps,
-        specialised_on=binary.is_specialised_on(),
-        aligned_pointers=[name for name in binary.aligned() if is_pointer(binary.signature[name])],
-        registers=registers,
-        stack_bytes=stack,
-        local_accesses=everything["LDL"] + everything["STL"],
-        wide_loads=sum(text.startswith("LDG") and ".128" in text for text in instructions(sass)),
-        walks=[walk_of(loop, {"bf16": 2, "fp16": 2}.get(dtype, 4), blocks * threads) for loop in hot_loops(sass)],
-    )
+        "constants": {name: getattr(value, "__name__", value) for name, value in binary.constants.items()},
+        "num_warps": binary.options["num_warps"],
+        "specialised_on": binary.is_specialised_on(),
+        "aligned_pointers": [name for name in binary.aligned() if is_pointer(binary.signature[name])],
+        "registers": registers,
+        "stack_bytes": stack,
+        "local_accesses": everything["LDL"] + everything["STL"],
+        # Of 16 bytes, in the code.
+        "wide_loads": sum(text.startswith("LDG") and ".128" in text for text in instructions(sass)),
+        # In the order of the code.
+        "walks": [walk_of(loop, {"bf16": 2, "fp16": 2}.get(dtype, 4), blocks * threads) for loop in hot_loops(sass)],
+    }
 
 
-def walk_of(loop: list[str], logit_bytes: int, threads: int) -> Walk:
+def walk_of(loop: list[str], logit_bytes: int, threads: int) -> dict[str, object]:
+    """An innermost loop that reads logits and takes exponentials of them, or writes them."""
     count = Counter(family(instruction) for instruction in loop)
     loads = [instruction for instruction in loop if family(instruction) == "LDG"]
     logits = sum(map(bytes_of, loads)) / logit_bytes  # of one thread in one iteration, whatever ptxas unrolled
-    return Walk(
-        loads=dict(Counter(loads)),
-        stores=dict(Counter(instruction for instruction in loop if family(instruction) == "STG")),
-        shuffles=count["SHFL"],
-        barriers=count["BAR"],
-        instructions_per_logit=len(loop) / logits,
-        exponentials_per_logit=count["MUFU"] / logits,
-        nan_maxima_per_logit=sum(x.startswith("FMNMX.NAN") for x in loop) / logits,
-        kib_in_flight=threads * sum(map(bytes_of, loads)) / 1024,
-    )
+    return {
+        "loads": dict(Counter(loads)),
+        "stores": dict(Counter(instruction for instruction in loop if family(instruction) == "STG")),
+        "shuffles": count["SHFL"],
+        "barriers": count["BAR"],
+        "instructions_per_logit": len(loop) / logits,
+        "exponentials_per_logit": count["MUFU"] / logits,
+        "nan_maxima_per_logit": sum(x.startswith("FMNMX.NAN") for x in loop) / logits,
+        "kib_in_flight": threads * sum(map(bytes_of, loads)) / 1024,
+    }
 
 
 def tool(name: str, *arguments: object) -> str:

@@ -245,8 +245,6 @@ SMALL = {
     "combine_kernel": 64,
     **{f"{name}_kernel": 128 for name in "list_rows document_sums loss_and_coefficients finish".split()},
 }
-
-
 # (registers, loads of 16 bytes): 128 threads with four loads of both operands under way; eight, and two of a float32 sum.
 # 72 registers leave 7 programs on a multiprocessor, 112 KiB under way: the 23 KiB that hide the latency, five times.
 PAIRS = {"gather_product_kernel": (72, {8}), "scatter_product_kernel": (64, {8, 10})}
@@ -254,23 +252,15 @@ PAIRS = {"gather_product_kernel": (72, {8}), "scatter_product_kernel": (64, {8, 
 REGISTERS_OF_3_6 = {"scatter_product_kernel": 128}
 
 
-@pytest.mark.parametrize("kernel", PAIRS)
-def test_pairs_are_loaded_by_16_bytes_without_spills(gate, kernel):
-    (registers, loads), binaries = PAIRS[kernel], [figures for figures in gate.of_the_package() if figures["kernel"] == kernel]
-    found = [spills(figures) + specialisations(figures) for figures in binaries]
-    assert binaries and not any(found), list(zip(binaries, found, strict=True))
-    of_16_bits = [figures for figures in binaries if figures["dtype"] == "bf16"]
-    registers = REGISTERS_OF_3_6.get(kernel, registers) if "triton 3.6.0" in gate.versions else registers
-    assert max(figures["registers"] for figures in binaries) <= registers
-    assert {figures["wide_loads"] for figures in of_16_bits} == loads
-
-
-@pytest.mark.parametrize("kernel", SMALL)
-def test_a_small_kernel_compiles_without_spills(gate, kernel):
+@pytest.mark.parametrize("kernel", [*SMALL, *PAIRS])
+def test_a_kernel_of_small_numbers_or_pairs_keeps_its_registers_without_spills(gate, kernel):
     binaries = [figures for figures in gate.figures if figures["kernel"] == kernel]
     found = [spills(figures) + specialisations(figures) for figures in binaries]
     assert binaries and not any(found), list(zip(binaries, found, strict=True))
-    assert max(figures["registers"] for figures in binaries) <= SMALL[kernel]
+    registers, loads = PAIRS.get(kernel, (SMALL.get(kernel), set()))
+    registers = REGISTERS_OF_3_6.get(kernel, registers) if "triton 3.6.0" in gate.versions else registers
+    assert max(figures["registers"] for figures in binaries) <= registers
+    assert {figures["wide_loads"] for figures in binaries if figures["dtype"] == "bf16" and loads} == loads
 
 
 def test_each_kernel_of_the_package_is_compiled_here(gate):
@@ -362,9 +352,7 @@ BAD = Bounds(instructions=11.5, has_clamp=True)
     [
         pytest.param("good", None, id="no fault"),
         pytest.param("mask in the loop", "accesses below 128 bits", id="a mask in the loop loads two bytes at a time"),
-        pytest.param("one maximum for all lanes", "shuffles in the loop", id="one maximum for all lanes shuffles"),
-        pytest.param("one maximum for all lanes", "barriers in the loop", id="one maximum for all lanes waits at barriers"),
-        pytest.param("one maximum for all lanes", "instructions a logit", id="one maximum for all lanes costs instructions"),
+        *(("one maximum for all lanes", complaint) for complaint in ("shuffles in", "barriers in", "instructions a logit")),
         pytest.param("clamp that drops NaN", "the clamp drops NaN", id="the default of tl.maximum"),
         pytest.param("two exponentials", "exponentials a logit", id="a second exponential"),
         pytest.param("registers that spill", "stack or local memory", id="too few registers"),
