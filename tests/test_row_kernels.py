@@ -268,6 +268,28 @@ def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
     assert gradient.isnan().all(1).tolist() == [True] * 9 + [False]
 
 
+@pytest.mark.parametrize("kind", ["first columns", "a whole split", "all but the label"])
+def test_minus_infinity_columns_have_probability_0(kind):
+    """A tile, a lane or a split without a single finite logit gives no inf - inf; its gradient is exactly 0."""
+    columns = {"first columns": slice(0, 50), "a whole split": slice(32, 64)}
+    logits, _ = random_rows(2, 130)
+    logits[:, columns.get(kind, slice(0, 129))] = -math.inf
+    real = logits[0].isfinite()
+    labels = torch.tensor([129, 129])
+    ones = torch.ones(2)
+    position = real.cumsum(0) - 1
+    log_probs, entropy, gradient = truth(logits[:, real], position[labels], ones, ones, 1.0)
+    there = [tensor.to(KERNEL_DEVICE) for tensor in (logits, labels)]
+    ones = ones.to(KERNEL_DEVICE)
+    forward = {"configuration": StatisticsConfiguration(4, 2, 1, 4)}
+    result, out = forward_and_gradient(*there, None, VocabShard(0, 130, 1.0, 130), ones, ones, forward=forward)
+    torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
+    torch.testing.assert_close(result.entropy.cpu().double(), entropy, rtol=0, atol=4e-6)
+    out = out.cpu()
+    assert (out[:, ~real] == 0).all()
+    torch.testing.assert_close(out[:, real].double(), gradient, **TOLERANCE)
+
+
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
     """FB-81: row * stride in 32 bits would wrap around, and a listed row is 32 bits wide; the memory between is never touched."""
