@@ -355,6 +355,8 @@ def test_a_loss_of_ones_own_has_rows_of_its_own(folder):
     assert verdict.startswith("PASS: 15 of 15 rows, ")
     code, out, error = command_on_mine("--policy-loss", "mine.needy")  # the step has no log-probabilities of a sampler
     assert code == 2 and "no row is of mine.needy, with any text " in out + error
+    code, out, error = command_on_mine("--policy-loss", "mine.rihgt")
+    assert code == 2 and "module 'mine' has no 'rihgt'" in out + error
 
 
 def failing_rows(rank: int) -> str:

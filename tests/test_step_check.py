@@ -23,7 +23,7 @@ from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
-from megatron_rl.testing.reference import in_rollouts, ragged_samples
+from megatron_rl.testing.reference import in_rollouts, ragged_samples, settings_of
 from megatron_rl.testing.step_check import check_step, settings_alike
 
 pytestmark = pytest.mark.megatron
@@ -487,3 +487,9 @@ def test_a_loss_of_ones_own_is_compared_with_its_function_at_the_parameters_of_c
     assert errors_of(pool, with_own_loss(LOOP, "steep")) == ["", ""]
     for error in errors_of(pool, with_own_loss(LOOP, "steeper", ", loss_parameters={'steepness': 2.0}")):
         assert "the loss has another derivative" in error, error
+
+
+@pytest.mark.parametrize("setting", ["loss_aggregation", "kl_estimator", "importance_correction"])
+def test_what_the_reference_has_no_formula_for_is_named(setting):
+    with pytest.raises(ConfigError, match=f"{setting}=mine.own: the float64 reference has the built-in ones only"):
+        settings_of(PolicyLossConfig(**{setting: "mine.own"}))

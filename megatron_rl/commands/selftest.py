@@ -70,11 +70,14 @@ def run(args: Namespace) -> int:
 
 def bench_of(args: Namespace) -> WholeSteps:
     from megatron_rl.config import PolicyLossConfig
+    from megatron_rl.declare import get_policy_loss
     from megatron_rl.validation.own_functions import loss_problems
 
     # A loss of one's own is registered here, before megatron_rl.testing makes its tables.
-    if args.policy_loss is not None and (problems := [*loss_problems(PolicyLossConfig(policy_loss=args.policy_loss))]):
-        raise ConfigError(problems)
+    if args.policy_loss is not None:
+        get_policy_loss(args.policy_loss)
+        if problems := [*loss_problems(PolicyLossConfig(policy_loss=args.policy_loss))]:
+            raise ConfigError(problems)
     from megatron_rl.testing.layout_step import Layout
     from megatron_rl.testing.selftest import WholeSteps, chosen, table, table_of_shape
 

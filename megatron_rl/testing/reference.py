@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.declare import COMPUTED_INPUTS, LossValue, PolicyLoss, get_policy_loss, policy_loss_names
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
 from megatron_rl.testing import oracle
@@ -116,7 +116,17 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
 
 
 def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
-    """A user's own loss is its own function on one process: then layouts are compared, and not its equation."""
+    """A user's own loss is its own function on one process: then layouts are compared, and not its equation.
+
+    Raises ConfigError for another function of a user's own."""
+    known = {
+        "loss_aggregation": oracle.AGGREGATIONS,
+        "kl_estimator": oracle.ESTIMATORS,
+        "importance_correction": oracle.CORRECTIONS,
+    }
+    for field, names in known.items():
+        if (name := getattr(config, field)) not in names:
+            raise ConfigError(f"{field}={name}: the float64 reference has the built-in ones only; check the step with one of them")
     loss = get_policy_loss(config.policy_loss)
     low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
     return oracle.DenseSettings(
