@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -370,6 +371,16 @@ class Adapter:
 
 def adapters() -> dict[str, Adapter]:
     return {name: import_module(f"{name}_cases").ADAPTER for name in SETTINGS_NAMES}
+
+
+def emulated(code: str, *paths: str) -> dict[str, ModuleType]:
+    """Modules of a host by these paths, each with all of the code, and the packages that they are in."""
+    modules: dict[str, ModuleType] = {}
+    for path in paths:
+        for name in accumulate(path.split("."), "{}.{}".format):
+            modules.setdefault(name, ModuleType(name)).__path__ = []
+        exec(code, vars(modules[path]))
+    return modules
 
 
 def put(config: Any, settings: Mapping[str, Any]) -> Any:

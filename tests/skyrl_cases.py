@@ -10,7 +10,7 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from adapter_cases import Adapter, RowCase, advantages_of, old_of, responses, rollouts_of, sampled_of
+from adapter_cases import Adapter, RowCase, advantages_of, emulated, old_of, responses, rollouts_of, sampled_of
 from torch import Tensor
 
 from megatron_rl.hosts import skyrl, skyrl_driver
@@ -49,17 +49,10 @@ def main():
 
 
 def emulated_skyrl(old: str = "", new: str = "") -> dict[str, ModuleType]:
-    """The modules of SkyRL that ours imports, each with all of EMULATED_SKYRL, in which `old` is `new`."""
+    """The modules of SkyRL that ours imports, with EMULATED_SKYRL, in which `old` is `new`."""
     assert old in EMULATED_SKYRL
-    modules = {}
-    for path in (skyrl.ENTRY, skyrl.TABLES, skyrl.CORRECTIONS, skyrl_driver.TRAINER):
-        names = path.split(".")
-        for end in range(1, len(names) + 1):
-            name = ".".join(names[:end])
-            modules[name] = ModuleType(name)
-            modules[name].__path__ = []
-        exec(EMULATED_SKYRL.replace(old, new, 1), vars(modules[path]))
-    return modules
+    paths = (skyrl.ENTRY, skyrl.TABLES, skyrl.CORRECTIONS, skyrl_driver.TRAINER)
+    return emulated(EMULATED_SKYRL.replace(old, new, 1), *paths)
 
 
 # Aggregation -> SkyRL's name of it. It knows no row_mean, and is told sequence_mean.

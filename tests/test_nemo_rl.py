@@ -14,7 +14,19 @@ from typing import Any
 import nemo_rl_cases as cases
 import pytest
 import torch
-from adapter_cases import EACH_SEQUENCE, LOSSES, ONE_CALL, ROWS, RowCase, Step, check_kl, largest_error, logits_of, too_large
+from adapter_cases import (
+    EACH_SEQUENCE,
+    LOSSES,
+    ONE_CALL,
+    ROWS,
+    RowCase,
+    Step,
+    check_kl,
+    emulated,
+    largest_error,
+    logits_of,
+    too_large,
+)
 from forked import forked, in_fork
 from host_checkouts import NEMO_RL
 from nemo_rl_cases import ADAPTER, counts_of, mask_of
@@ -185,7 +197,6 @@ def setup(master_config, tokenizer): return ClippedPGLossFn(master_config.loss_f
 # Two trainers of a process; each makes its estimator after the setup of both.
 SCRIPT = """
 import sys
-sys.path.insert(0, {tests!r})
 import nemo_rl_cases
 from megatron_rl.hosts.choice import read_word
 from nemo_rl.algorithms.grpo import setup
@@ -207,23 +218,24 @@ def parse_hydra_overrides(config, overrides):
     if not config["path"].endswith("run.yaml") or not overrides[0].startswith("++loss_fn."): raise OverridesError("no loss_fn")
     name, value = overrides[0].removeprefix("++loss_fn.").split("=")
     return {"loss_fn": {name: value}}
+class OmegaConf:
+    to_container = staticmethod(lambda config, resolve: config)
 """
 
 
 @pytest.fixture
 def script(tmp_path):
-    folder = tmp_path / "nemo_rl" / "algorithms"
-    folder.mkdir(parents=True)
-    for path in (folder.parent, folder):
-        (path / "__init__.py").write_text("")
-    (folder / "grpo.py").write_text(TRAINER)
     path = tmp_path / "run_grpo.py"
-    path.write_text(SCRIPT.format(tests=str(cases.__file__.rsplit("/", 1)[0])))
+    path.write_text(SCRIPT)
     return path
 
 
 def launched(script, *arguments: str) -> tuple[int | None, str, str]:
-    return forked(lambda: launch.main([str(script), *arguments]))
+    def work() -> int:
+        sys.modules.update(emulated(TRAINER, nemo_rl.TRAINER))
+        return launch.main([str(script), *arguments])
+
+    return forked(work)
 
 
 def test_the_launcher_puts_our_loss_and_our_estimator_into_nemo_rl(script):
@@ -243,22 +255,15 @@ def test_the_launcher_ends_with_each_problem_and_after_a_check_without_one(scrip
     assert (code, out) == (0, "") and "megatron_rl=gspo.token_mean in NeMo-RL" in error and "ends here" in error
 
 
-def test_a_line_is_composed_by_nemo_rls_own_functions(script, monkeypatch):
-    (script.parent / "nemo_rl" / "utils").mkdir()
-    (script.parent / "nemo_rl" / "utils" / "__init__.py").write_text("")
-    (script.parent / "nemo_rl" / "utils" / "config.py").write_text(COMPOSER)
-    (script.parent / "omegaconf.py").write_text(
-        "class OmegaConf:\n    to_container = staticmethod(lambda config, resolve: config)\n"
-    )
-    monkeypatch.syspath_prepend(str(script.parent))
-
+def test_a_line_is_composed_by_nemo_rls_own_functions():
     def work() -> None:
-        line = ["-m", "megatron_rl.hosts.launch", str(script), "--config", "run.yaml", "++loss_fn.megatron_rl=gspo.token_mean"]
+        sys.modules.update(emulated(TRAINER, nemo_rl.TRAINER) | emulated(COMPOSER, "nemo_rl.utils.config", "omegaconf"))
+        line = ["-m", "megatron_rl.hosts.launch", "run_grpo.py", "--config", "run.yaml", "++loss_fn.megatron_rl=gspo.token_mean"]
         assert nemo_rl.check(nemo_rl.compose(line)) == [
             "megatron_rl=gspo.token_mean in NeMo-RL, clip 0.0003/0.0004 (the loss's own clip)"
         ]
         with pytest.raises(ConfigError, match="NeMo-RL's own reader refuses the line: no loss_fn"):
-            nemo_rl.compose([str(script), "loss_fn.megatron_rl=gspo.token_mean"])
+            nemo_rl.compose(["run_grpo.py", "loss_fn.megatron_rl=gspo.token_mean"])
 
     in_fork(work)
 

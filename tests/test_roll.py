@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import roll_cases as cases
 import torch
-from adapter_cases import LOSSES, VOCABULARY, RowCase, too_large
+from adapter_cases import LOSSES, VOCABULARY, RowCase, emulated, too_large
 from forked import forked, in_fork
 from host_checkouts import ROLL
 from roll_cases import ADAPTER
@@ -88,13 +88,9 @@ def started(old: str = "", new: str = "", **settings: object) -> tuple[int | Non
 def started_with(config: Any, old: str = "", new: str = "", **settings: object) -> Any:
     """Our worker, for a fork."""
     assert old in EMULATED_ROLL
-    for path in ("roll", "roll.distributed.scheduler.decorator", "roll.pipeline.rlvr.actor_worker"):
-        names = path.split(".")
-        for end in range(1, len(names) + 1):
-            module = types.ModuleType(".".join(names[:end]))
-            module.__path__ = []
-            exec(EMULATED_ROLL.replace(old, new, 1), vars(module))
-            sys.modules.setdefault(module.__name__, module)
+    paths = ("roll.distributed.scheduler.decorator", "roll.pipeline.rlvr.actor_worker")
+    for name, module in emulated(EMULATED_ROLL.replace(old, new, 1), *paths).items():
+        sys.modules.setdefault(name, module)
     from megatron_rl.hosts.roll_worker import ActorWorker
 
     worker = ActorWorker(config)

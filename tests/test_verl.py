@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_cases import CORRECTIONS, TOLERANCE, RowCase, Step, largest_error, rollout_cases, too_large
+from adapter_cases import CORRECTIONS, TOLERANCE, RowCase, Step, emulated, largest_error, rollout_cases, too_large
 from forked import in_fork
 from helpers import names_forgotten
 from host_checkouts import VERL
@@ -174,11 +174,9 @@ def test_verls_own_check_ends_a_launch_with_a_problem_and_each_one_that_is_only_
 
 def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(monkeypatch):
     """A loss that is declared later has its own there without a list; a worker gets the object pickled."""
-    configs = types.ModuleType("verl.workers.config")
-    configs.PolicyLossConfig = dataclasses.make_dataclass("PolicyLossConfig", [("loss_mode", str, "vanilla")])
-    for name in ("verl", "verl.workers"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "verl.workers.config", configs)
+    code = "import dataclasses\nPolicyLossConfig = dataclasses.make_dataclass('PolicyLossConfig', [('loss_mode', str, 'vanilla')])"
+    for name, module in emulated(code, "verl.workers.config").items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "megatron_rl.hosts.verl_config", None)  # what is imported next is gone after the test
     del sys.modules["megatron_rl.hosts.verl_config"]
     made = importlib.import_module("megatron_rl.hosts.verl_config")
