@@ -1,11 +1,13 @@
-"""Both backends and the fused head, for tests that run a loss on each: one form of batch in, one of result out."""
+"""Both backends and the fused head, for tests that run a loss on each: one form of batch in, one of result out; counts launches."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
 from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
 LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}
@@ -104,3 +107,28 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")]
 ON_TRITON = pytest.param(TRITON, marks=KERNEL)
 over_backends = pytest.mark.parametrize("backend", [TORCH, FUSED, ON_TRITON], ids=str)
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """Lists the name of each kernel that is launched."""
+    import triton
+
+    names: list[str] = []
+    kinds: list[Any] = [triton.JITFunction]
+    if is_interpreted():  # needs numpy, which compiled kernels do without
+        from triton.runtime.interpreter import InterpretedFunction
+
+        kinds.append(InterpretedFunction)
+
+    def counting(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(kernel: Any, *args: Any, **options: Any) -> Any:
+            names.append(kernel.fn.__name__)
+            return launch(kernel, *args, **options)
+
+        return run
+
+    with contextlib.ExitStack() as patches:
+        for kind in kinds:
+            patches.enter_context(mock.patch.object(kind, "run", counting(kind.run)))
+        yield names

@@ -125,19 +125,19 @@ def declare() -> None:
     register_policy_loss("own_reinforce", parameters=(SCALE,))(reinforce)
     register_policy_loss("own_reinforce_of_samples", "sequence", parameters=(SCALE,))(reinforce)
     computed = {"needs": ("token_counts", "entropy")}
-    register_policy_loss("own_heeding", triton="own_losses_triton.heeding", **computed)(heeding)
-    register_policy_loss("own_heeding_of_samples", "sequence", triton="own_losses_triton.heeding", **computed)(heeding)
+    register_policy_loss("own_heeding", triton="triton_code.heeding", **computed)(heeding)
+    register_policy_loss("own_heeding_of_samples", "sequence", triton="triton_code.heeding", **computed)(heeding)
     register_policy_loss("own_anchored", anchor="rollout")(anchored)
     for level in ("token", "sequence"):
-        register_policy_loss(f"own_unbounded_{level}", level, triton="own_losses_triton.unbounded")(unbounded)
-    register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
+        register_policy_loss(f"own_unbounded_{level}", level, triton="triton_code.unbounded")(unbounded)
+    register_policy_loss("own_overflowing", triton="triton_code.overflowing")(overflowing)
     register_policy_loss("own_detached")(detached)
     register_policy_loss("own_centred")(centred)
     register_policy_loss("own_gmpo", "sequence", clip_ratios=(0.4, 0.4), token_clip=bounded_log_ratio)(gmpo)
     register_policy_loss("own_centred_on_the_sample", needs=("mean_log_ratio",))(centred_on_the_sample)
     register_policy_loss(
         "own_truncated",
-        triton="own_losses_triton.truncated",
+        triton="triton_code.truncated",
         needs=("rollout_log_probs",),
         parameters=(
             Parameter("ratio_cap", default=1.1, minimum=1.0, help="The largest weight of a token."),

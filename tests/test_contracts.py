@@ -101,7 +101,7 @@ def test_an_advantage_of_zero_gives_nothing(name):
 
 
 def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
-    from twin_kernel import twin_kernel
+    from triton_code import twin_kernel
 
     from megatron_rl.policy_loss.reduce_triton import triton_version
 
@@ -192,7 +192,7 @@ def test_the_derivative_is_that_of_the_value_where_this_is_declared(name):
 
 
 def kl_by_twin(name: str, *given: Tensor) -> list[Tensor]:
-    from twin_kernel import kl_kernel
+    from triton_code import kl_kernel
 
     from megatron_rl.policy_loss.reduce_triton import triton_version
 

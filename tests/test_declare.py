@@ -253,17 +253,6 @@ def test_every_input_of_the_others_shows(read):
     assert OTHERS in message
 
 
-class Counting:
-    """A loss with a state: its first calls are smaller."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, log_ratio, advantages):
-        self.calls += 1
-        return surrogate(log_ratio, advantages) * min(1.0, self.calls / 100)
-
-
 def in_bfloat16(log_ratio, advantages):
     x = log_ratio.bfloat16()
     return (-advantages.bfloat16() * (x.exp() * x.tanh() - x.sigmoid())).to(log_ratio.dtype)
@@ -282,7 +271,6 @@ RIGHT = {
     "large advantages alone": (lambda x, a: surrogate(x, a) * (a.abs() > 50), {}),
     "a ratio of exactly 1": (lambda x, a: -a * bounded_exp(x).clamp(1.0, 1.0), {}),
     "dropout": (lambda x, a: torch.nn.functional.dropout(surrogate(x, a), 0.1), {}),
-    "a state": (Counting(), {}),
     "CISPO by hand": (truncated(is_detached=True), {}),
     "bfloat16": (in_bfloat16, {}),
     "apart by sign": (apart_by_sign, {}),

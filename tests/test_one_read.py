@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import CLIP, KERNEL_DEVICE, Batch, random_batch, without_needless_clip
-from launches import counted_launches
+from loss_backends import counted_launches
 from simulated_cuda import simulated_cuda
 from simulated_ranks import groups_of_ranks
 from torch import Tensor

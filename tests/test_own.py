@@ -34,8 +34,7 @@ from helpers import (
 from host_emulator import run_cases
 from host_steps import REDUCED_BY, REWARD, SEGMENTS, Case
 from host_steps import oracle as truth_of_step
-from launches import counted_launches
-from loss_backends import TRITON, over_backends
+from loss_backends import TRITON, counted_launches, over_backends
 from nemo_rl_cases import master_config
 from test_explain import CLOSE, LAYOUT, S, chain_of, stages
 from torch import Tensor

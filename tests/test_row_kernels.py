@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 from helpers import KERNEL_DEVICE
-from launches import counted_launches
 from linear_cases import budget, head_batch, on_device, run, worst_error
+from loss_backends import counted_launches
 from test_head import KINDS, fused, options_of
 from test_log_probs import TOLERANCE
 

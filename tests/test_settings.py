@@ -15,8 +15,7 @@ from helpers import error_of, pool_of
 from hypothesis import given
 from hypothesis import strategies as st
 from launch_settings import REDUCER
-from launches import counted_launches
-from loss_backends import HAS_TRITON
+from loss_backends import HAS_TRITON, counted_launches
 from test_forward_step import SeenShapes
 from test_fused_head import most_rows
 from trainer_cases import STILL, gradients_of, ragged_step, relative_difference, tiny_trainer, whole
