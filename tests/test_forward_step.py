@@ -1,24 +1,36 @@
-"""The forward step under the real schedule: what it never holds, parts without tokens, and values that are not finite."""
+"""The forward step under the real schedule: what it never holds, parts without tokens, and values that are not finite.
+
+Then what the schedule makes of a loss: the probe that measures it, and what scale_for_schedule takes and refuses.
+"""
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import trainer_cases as cases
 from helpers import error_of, pool_of
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_cases import CP, PP, TP, VPP
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.count import StepTotals
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
+from megatron_rl.megatron import probe
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite
+from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.megatron.schedule import delivered_factor
+from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.megatron.schedule import delivered_factor, microbatch_multiple, scale_for_schedule
+from megatron_rl.train import trainer as trainer_module
 
 pytestmark = pytest.mark.megatron
 
@@ -83,7 +95,7 @@ def test_a_setting_that_the_training_loop_changes_is_judged_again(pool):
 
 def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
     """FB-42: catches logits that are gathered before the loss. 246 is no other size here; 123 is the shard's."""
-    for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{cases.TP: 2}):
+    for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{TP: 2}):
         assert 246 in control and 123 in sizes and 246 not in sizes
 
 
@@ -173,7 +185,7 @@ FAULTS = [
 
 def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool):
     """nan_to_num trains on as if on-policy; a rank that raises alone leaves the others in a collective."""
-    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, **{cases.TP: 2, cases.CP: 2})
+    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, **{TP: 2, CP: 2})
     for (_, _, named), *answers in zip(FAULTS, *of_ranks, strict=True):
         assert all(message.startswith("DataError: document ") and not moved for message, moved in answers)
         names = [message for message, _ in answers if f"in {named}" in message or f", {named}" in message]
@@ -209,3 +221,274 @@ def test_on_the_gpu_the_reports_stop_the_step():
     check_finite([report(0, 0), report()])
     with pytest.raises(DataError, match=r"micro-batches \{1: 3, 2: 1\} \(micro-batch: tokens\): the optimiser step is refused"):
         check_finite([report(0, 0), report(1, 2), report(0, 1)])
+
+
+# The probe, and the scale
+
+# Float32 holds 24 bits, and each number below goes through at most ten operations.
+TOLERANCE = 1e-6
+
+
+def probe_on_rank(rank, ddp, contracts):
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    ddp_config = DistributedDataParallelConfig(**ddp) if ddp else None
+    states = torch.get_rng_state(), torch.is_grad_enabled()
+    results = [probe_schedule(calculate_per_token_loss=per_token, ddp_config=ddp_config) for per_token in contracts]
+    return results, torch.equal(torch.get_rng_state(), states[0]) and torch.is_grad_enabled() == states[1]
+
+
+def drift_on_rank(rank):
+    return expert_replicas_drift()
+
+
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+BOTH = (False, True)
+LAYOUTS = [
+    pytest.param(1, {}, {}, BOTH, id="one rank"),
+    pytest.param(2, {CP: 2}, {}, BOTH, id="CP2: a cp factor"),
+    pytest.param(4, {TP: 2, PP: 2}, {}, BOTH, id="TP2xPP2: an average over tp, where none belongs; the loss lives on one stage"),
+    pytest.param(4, {PP: 2, VPP: 2}, {}, BOTH, id="DP2xPP2 with interleaved stages"),
+    # Megatron allows it without per-token loss alone.
+    pytest.param(
+        4, {EP: 2}, {"average_in_collective": True}, (False,), id="DP4xEP2, an average in the collective: half of the ranks"
+    ),
+    pytest.param(4, {EP: 2}, {"use_distributed_optimizer": True}, BOTH, id="DP4xEP2, distributed optimiser"),
+    pytest.param(4, {CP: 2, EP: 4, ETP: 1}, {"overlap_grad_reduce": True}, BOTH, id="CP2xDP2xEP4, overlapped reduction"),
+    pytest.param(4, {TP: 2, EP: 2}, {}, BOTH, id="TP2xDP2, EP2, ETP2: a rank's share of the tokens"),
+    pytest.param(4, {TP: 2, ETP: 1}, {}, BOTH, id="TP2xDP2, ETP1: 0.19 adds the gradients of replicas"),
+    pytest.param(2, {ETP: 2}, {}, BOTH, id="DP2, ETP2: shards of an expert on data-parallel ranks"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "ddp", "contracts"), LAYOUTS)
+def test_the_installed_megatron_gives_the_gradient_of_the_step_on_every_layout(pool, world_size, layout, ddp, contracts):
+    """FB-03: catches a probe that refuses a sound layout, a factor that scale_for_schedule gets wrong on one of them, and a random
+    state that the probe changes: a run's dropout would depend on whether it was probed."""
+    apart = EP in layout or (ETP in layout and not pool.run(drift_on_rank, world_size=1)[0])
+    for results, left_alone in pool.run(probe_on_rank, ddp, contracts, world_size=world_size, **layout):
+        assert left_alone and [result.contract.split(":")[0] for result in results] == ["unit", "per-token"][: len(contracts)]
+        assert [result.ratio for result in results] == pytest.approx([1.0] * len(contracts), abs=TOLERANCE)
+        if apart:
+            assert [result.expert_ratio for result in results] == pytest.approx([1.0] * len(contracts), abs=TOLERANCE)
+            assert all(result.in_words.startswith("ratio 1, of experts ") for result in results)
+        else:
+            assert all(result.expert_ratio is None and result.in_words == f"ratio {result.ratio:.6g}" for result in results)
+
+
+def probe_changed_schedule(rank, name):
+    """What the probe says under a Megatron whose loss arithmetic is off by a factor."""
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    original, cp_size = schedules.forward_step_calc_loss, resolve_groups().cp.size()
+
+    def changed(model, output, loss_func, config, vp_stage, collect, num_microbatches, store, *others):
+        output, num_tokens = original(model, output, loss_func, config, vp_stage, collect, num_microbatches, store, *others)
+        of_sizes = {"cp": cp_size, "1/cp": 1 / cp_size, "M": num_microbatches}
+        return output * (of_sizes[name] if name in of_sizes else name), num_tokens
+
+    with mock.patch.object(schedules, "forward_step_calc_loss", changed):
+        return error_of(probe_schedule)
+
+
+CHANGES = [
+    pytest.param("cp", {CP: 2}, "is 2 of the step's, which is cp or dp x cp;", id="FB-16 times cp, as 0.12"),
+    pytest.param("1/cp", {CP: 2}, "is 0.5 of the step's, which is 1/(cp) or 1/(dp x cp);", id="over cp"),
+    pytest.param("M", {}, "is 3 of the step's, which is micro-batches;", id="never divided by M"),
+    pytest.param(1 + 1 / 2000, {}, "is 1.0005 of the step's; see docs/parallelism.md", id="a small factor without a name"),
+]
+
+
+@pytest.mark.parametrize(("change", "layout", "message"), CHANGES)
+def test_a_schedule_of_another_arithmetic_is_refused_on_every_rank_and_the_factor_named(pool, change, layout, message):
+    """FB-16: a version number is no evidence. A rank that did not refuse would wait for the others."""
+    for error in pool.run(probe_changed_schedule, change, world_size=2, **layout):
+        assert error.startswith("ConfigError: Megatron-Core ") and message in error
+
+
+def probe_broken_megatron(rank):
+    """What the probe says of: token counts that are taken for one a micro-batch (both contracts), ranks that are not averaged,
+    and a collective that averages nothing where DDP leaves the average to it (without the setting, and with it)."""
+    from megatron.core import distributed
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    finalize, finish, found = distributed.finalize_model_grads, DistributedDataParallel.finish_grad_sync, []
+
+    def without_counts(model, num_tokens=None, *args, **kwargs):
+        one_each = None if num_tokens is None else torch.full_like(num_tokens, 3)  # micro-batches of the probe
+        return finalize(model, one_each, *args, **kwargs)
+
+    def without_the_collective(ddp, *args, **kwargs):
+        return None if ddp.ddp_config.average_in_collective else finish(ddp, *args, **kwargs)
+
+    with mock.patch.object(distributed, "finalize_model_grads", without_counts):
+        found += [error_of(lambda flag=flag: probe_schedule(calculate_per_token_loss=flag)) for flag in (True, False)]
+    with mock.patch.object(DistributedDataParallel, "finish_grad_sync", lambda *args, **kwargs: None):
+        found.append(error_of(probe_schedule))
+    with mock.patch.object(DistributedDataParallel, "finish_grad_sync", without_the_collective):
+        settings = [DistributedDataParallelConfig(average_in_collective=is_on) for is_on in BOTH]
+        found += [error_of(lambda ddp_config=ddp_config: probe_schedule(ddp_config=ddp_config)) for ddp_config in settings]
+    return found
+
+
+def test_a_megatron_that_counts_or_reduces_otherwise_is_refused(pool):
+    """The probe's micro-batches hold 0, 2 and 4 tokens: one each on average. Catches a probe of DDP's defaults."""
+    for per_token, unit, not_reduced, without_setting, with_setting in pool.run(probe_broken_megatron, world_size=2):
+        assert "the gradient of per-token: (loss x T, tokens) is 2 of the step's" in per_token
+        assert unit == without_setting == "", "the unit contract needs no count"
+        assert all(error.startswith("ConfigError: Megatron-Core ") for error in (not_reduced, with_setting))
+
+
+def probe_other_experts(rank, factor, only_rank, keeps_replicas=None):
+    """What the probe says where DDP scales the gradients of experts by another factor, on all ranks or on one. keeps_replicas: as a
+    release that adds the gradients of replicas, or as one that does not; None: as the installed one."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    original = DistributedDataParallel.__init__
+
+    def changed(ddp, *args, **kwargs):
+        original(ddp, *args, **kwargs)
+        for bucket in (bucket for buffer in ddp.expert_parallel_buffers for bucket in buffer.buckets):
+            bucket.gradient_scaling_factor *= factor if only_rank in (None, rank) else 1.0
+
+    drifts = expert_replicas_drift() if keeps_replicas is None else not keeps_replicas
+    with (
+        mock.patch.object(DistributedDataParallel, "__init__", changed),
+        mock.patch.object(probe, "expert_replicas_drift", lambda: drifts),
+    ):
+        return [error_of(lambda flag=flag: probe_schedule(calculate_per_token_loss=flag)) for flag in BOTH]
+
+
+@pytest.mark.parametrize(
+    ("factor", "names", "only_rank"), [(0.5, "1/(dp) or 1/(dp x cp) or 1/(ep);", None), (2.0, "dp or dp x cp or ep;", 1)]
+)
+def test_another_scale_of_experts_is_refused_on_every_rank_and_named(pool, factor, names, only_rank):
+    """FB-106: experts are reduced over fewer ranks than the rest. Catches a probe that sees a dense parameter alone, and ranks that
+    wait for one that has refused."""
+    first, second = pool.run(probe_other_experts, factor, only_rank, world_size=2, **{EP: 2})
+    assert first == second
+    assert all(f" is {factor:g} of the step's for the parameters of experts, which is {names}" in error for error in first)
+
+
+@pytest.mark.parametrize("sizes", [{TP: 2, ETP: 1}, {ETP: 2}], ids=["replicas", "shards"])
+def test_experts_that_all_ranks_hold_are_probed_where_they_are_cut_otherwise(pool, sizes):
+    """One expert-parallel rank: Megatron-Core 0.19 reduces them over ranks of their own, earlier ones as the rest."""
+    for factor, keeps_replicas, message in ((1.0, True, ""), (0.5, True, "for the parameters of experts"), (0.5, False, "")):
+        first, second = pool.run(probe_other_experts, factor, None, keeps_replicas, world_size=2, **sizes)
+        assert first == second and all(message in error and bool(error) == bool(message) for error in first)
+
+
+def settings_probed_by_a_trainer(rank):
+    with mock.patch.object(trainer_module, "probe_schedule", wraps=probe_schedule) as probed:
+        trainer = cases.tiny_trainer(use_distributed_optimizer=True)
+    (call,) = probed.call_args_list
+    return call.kwargs["ddp_config"] is trainer.model.ddp_config, trainer.model.ddp_config.use_distributed_optimizer
+
+
+def test_a_trainer_has_its_own_ddp_settings_probed(pool):
+    assert pool.run(settings_probed_by_a_trainer, world_size=1) == [(True, True)]
+
+
+def test_float32_rounding_over_thousands_of_ranks_is_no_refusal():
+    """Catches a tolerance that a large cluster's reduction misses: one order of additions against the exact sum."""
+    ranks = (SimpleNamespace(dp_cp=SimpleNamespace(rank=lambda rank=rank: rank)) for rank in range(12_000))
+    gradients = [sum(probe._parts(groups, 3)) for groups in ranks]
+    in_turn = torch.zeros(())
+    for gradient in torch.tensor(gradients):
+        in_turn += gradient
+    assert 1e-6 < abs(float(in_turn) / sum(gradients) - 1) < probe.TOLERANCE
+
+
+PER_TOKEN = SimpleNamespace(calculate_per_token_loss=True, grad_scale_func=None)
+UNIT = SimpleNamespace(calculate_per_token_loss=False, grad_scale_func=None)
+TOTALS = StepTotals(num_samples=2, num_prompts=None, num_tokens=9)
+
+
+def scaled(num_local_tokens, *, num_microbatches=2, config=PER_TOKEN):
+    shared = {"totals": TOTALS, "config": config, "groups": ParallelGroups()}
+    return scale_for_schedule(torch.ones(()), num_microbatches, num_local_tokens=num_local_tokens, **shared)
+
+
+def test_scale_for_schedule_by_hand():
+    """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode.
+    What the schedule does to them in place does not reach the report, nor the loss."""
+    four = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
+    groups, totals = ParallelGroups(dp_cp=four), StepTotals(num_samples=5, num_prompts=None, num_tokens=7)
+    part = torch.ones((), requires_grad=True) * 0.5
+
+    def call(per_token: bool, num_microbatches: int = 3, groups: ParallelGroups = groups, **others):
+        given = {"config": SimpleNamespace(calculate_per_token_loss=per_token), "groups": groups, **others}
+        return scale_for_schedule(part, num_microbatches, totals=totals, num_local_tokens=2, **given)
+
+    loss, num_tokens, report = call(False)
+    assert loss.item() == 6.0 and num_tokens.item() == 1 and num_tokens.dtype == torch.int32  # 0.5 x 4 x 3
+    assert report["policy/loss"].tolist() == pytest.approx([0.5, 1 / 12])
+    loss, num_tokens, report = call(False, 1, ParallelGroups())  # a factor of 1
+    loss /= 8.0
+    num_tokens += 5
+    assert report["policy/loss"][0].item() == part.item() == 0.5
+    loss, num_tokens, _ = call(True)
+    assert loss.item() == 3.5 and num_tokens.item() == 2 and num_tokens.dtype == torch.int32  # 0.5 x 7
+    loss, _, report = call(False, gradient_divisor="num_samples")
+    assert loss.item() == pytest.approx(1.2)  # 6 / 5
+    assert report["policy/loss"][0].item() == 0.5
+    with pytest.raises(DataError, match="has no unmasked token"):
+        empty = StepTotals(num_samples=5, num_prompts=None, num_tokens=0)
+        scale_for_schedule(part, 1, totals=empty, num_local_tokens=0, config=None, groups=groups)
+
+
+def test_a_count_of_any_type_reaches_the_schedule_as_int32():
+    tensors = [torch.tensor(5), torch.tensor([5]), torch.tensor(5.0), torch.tensor(5, dtype=torch.int32)]
+    for count in (0, 5, 2**31 - 1, 5.0, np.int64(5), *tensors):
+        num_tokens = scaled(count)[1]
+        assert num_tokens.dtype == torch.int32 and num_tokens.shape == () and num_tokens.item() == int(count)
+    assert scaled(5, num_microbatches=np.int64(2), config=UNIT)[0].item() == 2.0
+
+
+@pytest.mark.parametrize("count", [2.7, math.nan, -1, 2**31, True, "5", None, torch.tensor([3, 4])], ids=repr)
+def test_a_count_that_int32_cannot_hold_is_refused_by_name(count):
+    """2.7 would become 2, and NaN and 2**31 -2147483648: a wrong denominator without a word."""
+    for value in [count, torch.tensor(count, dtype=torch.float64)] if isinstance(count, float) else [count]:
+        with pytest.raises(DataError, match=r"^num_local_tokens(=.* must be a whole number from 0 to|.*must be one number)"):
+            scaled(value)
+
+
+AUX, Z = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}, {"moe_z_loss_coeff": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("contract", "losses", "router_aux_loss", "refused"),
+    [
+        (UNIT, AUX, None, ""),
+        (UNIT, Z, "host", ""),
+        (UNIT, AUX, "refuse", "moe_aux_loss_coeff=0.01 of aux_loss"),
+        (PER_TOKEN, AUX, None, "moe_aux_loss_coeff=0.01 of aux_loss.* or add --router-aux-loss exact"),
+        (PER_TOKEN, Z, None, "moe_z_loss_coeff=0.001 does not go with"),
+        (PER_TOKEN, AUX, "exact", ""),
+    ],
+)
+def test_a_balancing_loss_is_refused_where_its_scale_is_wrong_or_the_caller_says_so(contract, losses, router_aux_loss, refused):
+    """FB-32: a bridge sets the coefficient of a checkpoint, which no argument shows."""
+    config = SimpleNamespace(**vars(contract), num_moe_experts=4, **losses)
+    given = {"totals": TOTALS, "config": config, "groups": ParallelGroups()}
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        scale_for_schedule(torch.ones(()), 2, num_local_tokens=5, router_aux_loss=router_aux_loss, **given)
+
+
+@pytest.mark.parametrize("number", [1.5, 0, -1, True, "2", None, torch.tensor(2)], ids=repr)
+def test_a_number_of_micro_batches_that_is_none_is_refused_by_name(number):
+    with pytest.raises(ConfigError, match=r"num_microbatches=.* must be at least 1, a whole number: pass the number given"):
+        scaled(5, num_microbatches=number)
+    with pytest.raises(ConfigError, match="num_microbatches="):
+        delivered_factor(number, totals=TOTALS, config=UNIT, groups=ParallelGroups())
+
+
+def test_the_number_of_micro_batches_suits_the_pipeline():
+    """Interleaved stages take micro-batches in groups; another number of them stops in Megatron's schedule."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    pipeline = {PP: 2, "pipeline_dtype": torch.float32}
+    interleaved = {**pipeline, VPP: 2}
+    of_three = {**interleaved, "microbatch_group_size_per_vp_stage": 3}
+    found = [microbatch_multiple(ModelParallelConfig(**settings)) for settings in ({}, pipeline, interleaved, of_three)]
+    assert found == [1, 1, 2, 3]
