@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import pool_of
-from host_emulator import load_function, make_host, run_cases, trained_data
-from host_harness import RealHost, roots_by_environment
+from host_emulator import make_host, run_cases, trained_data
+from host_harness import roots_by_environment
 from host_steps import CONSTANT, ICEPOP_OF, OWN_LOSS, PER_TOKEN, REDUCED_BY, SEGMENTS, SHAPES, TERMS, Case
 
 from megatron_rl.arguments import add_megatron_rl_args
@@ -100,39 +100,6 @@ def test_emulator_and_checkout_make_the_same_training_data(pool, host):
     for key in ("loss_masks", "rollout_mask_sums", "response_lengths", "tokens", "rewards"):
         assert emulated[key] == real[key]
     assert len(set(emulated["rollout_ids"])) == len(set(real["rollout_ids"]))
-
-
-def loaded(rank: int, roots: dict[str, str], host: str, path: str) -> list[str]:
-    real, found = make_host(host, roots), []
-    assert isinstance(real, RealHost)
-    for load in (load_function, real.load_function):
-        try:
-            found.append(load(path).__qualname__)
-        except (AttributeError, ModuleNotFoundError, ValueError) as error:
-            found.append(type(error).__name__)
-    return found
-
-
-@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("megatron_rl.reducers.get_pg_loss_reducer", "get_pg_loss_reducer"),
-        pytest.param("megatron_rl.reducers:get_pg_loss_reducer", "get_pg_loss_reducer", id="the colon form loads"),
-        ("helpers:error_of", "ValueError"),
-        ("megatron_rl.reducers.absent", "AttributeError"),
-    ],
-)
-def test_emulator_and_checkout_load_a_path_alike(pool, host, path, expected):
-    assert pool.run(loaded, ROOTS, host, path, world_size=1)[0] == [expected, expected]
-
-
-@pytest.mark.skipif("miles" not in ROOTS, reason="needs MILES_ROOT")
-def test_gspo_with_bshd_and_context_parallelism_still_fails_in_miles(pool):
-    """Our custom_loss trains it; when miles does too, the docs have to say so."""
-    case = Case("bshd", settings=OWN_LOSS | {"advantage_estimator": "gspo"})
-    for (real,) in pool.run(run_cases, ROOTS, [case], world_size=2, context_parallel_size=2):
-        assert isinstance(real, str) and ("AssertionError" in real or "RuntimeError" in real)
 
 
 # The hosts' flags in our loss, against their own loss. tests/test_hosts.py has the float64 truth.

@@ -10,6 +10,7 @@ from argparse import Namespace
 from functools import partial
 
 import pytest
+from host_emulator import load_function
 from host_steps import ICEPOP_OF
 from launch_settings import CUSTOM_LOSS, REDUCER
 from refused_hosts import (
@@ -31,6 +32,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import checks
 from megatron_rl.hosts.checks import CHECKS, check_launch, dropped_flags, launch_warnings
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.sampler_rule import typed_readers
 
 
@@ -170,3 +172,10 @@ def test_the_clip_of_a_host_does_not_reach_a_loss_without_one(name, own_losses):
 def test_what_compares_with_the_sampler_is_named(settings, words, typed):
     of_config = partial(getattr, PolicyLossConfig(**settings))
     assert typed_readers(of_config, "{}={}".format) == words and typed_readers(settings.get) == typed
+
+
+def test_a_path_with_a_colon_leads_to_our_function():
+    """The hosts' documentation shows it, and their loaders split on the last dot."""
+    assert load_function("megatron_rl.reducers:get_pg_loss_reducer") is get_pg_loss_reducer
+    with pytest.raises(AttributeError, match="absent"):
+        load_function("megatron_rl.reducers:absent")

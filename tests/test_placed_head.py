@@ -15,10 +15,10 @@ from types import ModuleType
 import pytest
 import torch
 from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model, host_of
-from foreign_heads import subclassed
 from helpers import error_of, pool_of, set_global_args
 from host_steps import Case, host_batch, one
 from launch_settings import CUSTOM_LOSS, REDUCER
+from test_fused_head_models import subclassed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
