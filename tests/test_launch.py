@@ -89,76 +89,59 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, out, error
 
 
-@pytest.mark.parametrize("name", ["miles", "slime"])
-def test_the_script_runs_as_itself_with_our_flags_in_its_parser(host, name, capsys):
-    """On its own slime drops --loss-aggregation and miles ends with 2; here the attribute is there with its value."""
-    host(name)
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, *INIT)
-    assert (code, error) == (0, "")
-    assert json.loads(out) == [7, "__main__", ["train.py", *DR_GRPO, *REDUCER, *INIT], ["constant", 8192.0, "grpo"]]
-
-
-def test_a_script_that_adds_our_flags_already_does_not_get_them_twice(host, capsys):
-    """argparse raises on a second flag of the same name."""
-    host("miles", SCRIPT, "__import__('megatron_rl.arguments').arguments.add_megatron_rl_args")
-    code, out, _ = run(capsys, "train.py", *DR_GRPO, *REDUCER)
-    assert code == 0 and json.loads(out)[3][0] == "constant"
-
-
-def test_a_wrong_scale_ends_the_run_before_training_with_every_problem(host, capsys):
-    """FB-74: without the launcher the first look is in the training actors, minutes later."""
-    host("slime")
-    code, out, error = run(capsys, "train.py", "--loss-aggregation", "constant", "--calculate-per-token-loss", *REDUCER)
-    assert code == 2 and out == ""
-    assert "ConfigError: 2 problems" in error
-    assert "needs --loss-aggregation-divisor" in error and "calculate_per_token_loss=True" in error
-
-
-def test_a_launch_without_the_init_hook_is_told_what_it_loses(host, capsys):
-    """It runs: the launcher has judged it. Nothing looks at the training actors and their Megatron."""
-    host("slime")
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER)
-    assert code == 0 and out and re.search("megatron_rl: no training actor is checked, .*: add --custom-megatron-init-path", error)
-
-
-def test_exit_codes_and_errors_of_the_script_are_its_own(host, capsys):
-    host("miles", "import miles.utils.arguments\nraise SystemExit(5)")
-    assert run(capsys, "train.py")[0] == 5
-    (Path("train.py")).write_text("from megatron_rl.errors import ConfigError\nimport miles\nraise ConfigError('of the script')")
-    with pytest.raises(ConfigError, match="of the script"):
-        launch.main(["train.py"])
-
-
-# what the checkout holds, words of the launcher, what the script prints, message
-REFUSED = [
-    ({}, [], "", "nothing is no train script in .*: write python -m megatron_rl.hosts.launch train.py"),
-    ({}, ["--loss-aggregation", "constant"], "", "--loss-aggregation is no train script in "),
-    # Its flags would have reached nobody, without a word.
-    (
-        {"script": "import slime\nprint('trained')"},
-        ["train.py", *DR_GRPO],
-        "trained\n",
+SOUND = ["train.py", *DR_GRPO, *REDUCER, *INIT]
+AS_ITSELF = r'\[7, "__main__", \["train.py", "--loss-aggregation", .*\], \["constant", 8192.0, "grpo"\]\]\n$'
+OUR_FLAGS = "__import__('megatron_rl.arguments').arguments.add_megatron_rl_args"
+# What the checkout holds, the words of the launcher, the exit code, and what is printed on both streams.
+LAUNCHES = {
+    # On its own slime drops --loss-aggregation and miles ends with 2; here the attribute is there with its value.
+    "miles": ({"name": "miles"}, SOUND, 0, AS_ITSELF, "^$"),
+    "slime": ({"name": "slime"}, SOUND, 0, AS_ITSELF, "^$"),
+    # argparse raises on a second flag of the same name.
+    "a script that adds our flags already": ({"name": "miles", "arguments": OUR_FLAGS}, SOUND, 0, AS_ITSELF, "^$"),
+    # Without the launcher the first look is in the training actors, minutes later.
+    "FB-74 every problem of a wrong scale": (
+        *({"name": "slime"}, ["train.py", *DR_GRPO[:2], "--calculate-per-token-loss", *REDUCER], 2, "^$"),
+        "ConfigError: 2 problems.*needs --loss-aggregation-divisor.*calculate_per_token_loss=True",
+    ),
+    "no init hook: nothing looks at the training actors": (
+        *({"name": "slime"}, ["train.py", *DR_GRPO, *REDUCER], 0, AS_ITSELF.replace('", .*', '".*')),
+        "megatron_rl: no training actor is checked, .*: add --custom-megatron-init-path",
+    ),
+    "help without a script": ({"name": "slime"}, ["--help"], 0, "SCRIPT ....*--loss-aggregation-divisor", "^$"),
+    "nothing": (
+        {"name": "slime"},
+        [],
+        2,
+        "^$",
+        "nothing is no train script in .*: write python -m megatron_rl.hosts.launch train.py",
+    ),
+    "a flag": ({"name": "slime"}, DR_GRPO, 2, "^$", "--loss-aggregation is no train script in "),
+    "a script whose flags would have reached nobody": (
+        *({"name": "slime", "script": "import slime\nprint('trained')"}, ["train.py", *DR_GRPO], 2, "^trained\n$"),
         "has not called miles.utils.arguments.parse_args nor slime.utils.arguments.parse_args",
     ),
-    (
-        {"parser": "def parse_args():\n    return None"},
-        ["train.py", *DR_GRPO],
-        "",
+    "a parser that takes no flags": (
+        *({"name": "slime", "parser": "def parse_args():\n    return None"}, ["train.py", *DR_GRPO], 2, "^$"),
         "takes no add_custom_arguments.*launch-config",
     ),
-]
+    "the script's own exit code": (
+        *({"name": "miles", "script": "import miles.utils.arguments\nraise SystemExit(5)"}, ["train.py"], 5, "^$", "^$"),
+    ),
+}
 
 
-@pytest.mark.parametrize(("checkout", "arguments", "printed", "message"), REFUSED)
-def test_what_cannot_be_launched_is_refused_by_name(checkout, arguments, printed, message, host, capsys):
-    host("slime", **checkout)
-    code, out, error = run(capsys, *arguments)
-    assert (code, out) == (2, printed) and re.search(message, error) and "Traceback" not in error
+@pytest.mark.parametrize(("checkout", "words", "code", "out", "error"), LAUNCHES.values(), ids=LAUNCHES)
+def test_the_script_runs_as_itself_with_our_flags_in_its_parser_or_is_refused(checkout, words, code, out, error, host, capsys):
+    host(**checkout)
+    found, printed, said = run(capsys, *words)
+    assert found == code and re.search(out, printed, re.DOTALL) and re.search(error, said, re.DOTALL) and "Traceback" not in said
 
 
-def test_help_lists_our_flags_without_a_script(capsys):
-    code, out, _ = run(capsys, "--help")
-    assert code == 0 and "--loss-aggregation-divisor" in out and "SCRIPT ..." in out
+def test_errors_of_the_script_are_its_own(host):
+    host("miles", "from megatron_rl.errors import ConfigError\nimport miles\nraise ConfigError('of the script')")
+    with pytest.raises(ConfigError, match="of the script"):
+        launch.main(["train.py"])
 
 
 def test_the_module_runs_from_a_checkout_of_the_host(host, tmp_path):
@@ -180,18 +163,16 @@ def test_the_module_runs_from_a_checkout_of_the_host(host, tmp_path):
 
 # MEGATRON_RL_CHECK: the host's own parser and our check, and no run
 
-SOUND = [*DR_GRPO, *REDUCER, *INIT]
-
 
 def test_a_check_says_what_would_train_and_ends_before_the_script_goes_on(host, capsys, monkeypatch):
     host("miles")
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
-    code, out, error = run(capsys, "train.py", *SOUND)
+    code, out, error = run(capsys, *SOUND)
     assert (code, out) == (0, "")
     assert "megatron_rl: loss_aggregation=constant by our reducer | step of " in error and "ends here" in error
     assert run(capsys, "train.py", *DR_GRPO[:2], *REDUCER)[0] == 2
     monkeypatch.setenv("MEGATRON_RL_CHECK", "0")
-    assert json.loads(run(capsys, "train.py", *SOUND)[1])[0] == 7
+    assert json.loads(run(capsys, *SOUND)[1])[0] == 7
 
 
 def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_path, capsys, monkeypatch):
@@ -286,18 +267,15 @@ def test_a_parser_of_yaml_reads_back_each_value_with_its_type():
     assert {name: type(value) for name, value in read.items()} == {name: type(value) for name, value in SETTINGS.items()}
 
 
-REFUSED = [
-    pytest.param(["--loss-aggregation", "constant"], "needs --loss-aggregation-divisor", id="no divisor"),
-    pytest.param(["--policy-loss", "gspo"], "works on custom_loss, megatron_lm, train", id="a flag that the reducer never sees"),
+GSPO_OF_LOSS = ["--route", "custom_loss", "--policy-loss", "gspo"]
+SAID = [
+    pytest.param(DR_GRPO[:2], 2, "needs --loss-aggregation-divisor", id="no divisor"),
+    pytest.param(GSPO_OF_LOSS[2:], 2, "works on custom_loss, megatron_lm, train", id="a flag that the reducer never sees"),
+    pytest.param([*GSPO_OF_LOSS, "--clip-ratio-low", "0.2"], 0, "will hardly ever clip", id="a warning"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_a_setting_that_validation_refuses_is_not_printed(launch_config, arguments, message):
-    code, out, error = launch_config(*arguments)
-    assert code == 2 and out == "" and message in error
-
-
-def test_a_warning_goes_to_standard_error(launch_config):
-    code, out, error = launch_config("--route", "custom_loss", "--policy-loss", "gspo", "--clip-ratio-low", "0.2")
-    assert code == 0 and "will hardly ever clip" in error and "hardly" not in out
+@pytest.mark.parametrize(("arguments", "code", "message"), SAID)
+def test_what_validation_says_goes_to_standard_error_and_a_refused_setting_is_not_printed(launch_config, arguments, code, message):
+    found, out, error = launch_config(*arguments)
+    assert found == code and message in error and message not in out and bool(out) == (code == 0)

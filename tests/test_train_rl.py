@@ -161,6 +161,10 @@ def test_a_step_before_any_rollout_is_refused():
         taken.prompt_of_row()
 
 
+def edited(logits, tokens, rl_default_temperature=2.0):
+    return utils.selective_log_softmax(logits / rl_default_temperature, tokens)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -170,21 +174,13 @@ def test_a_step_before_any_rollout_is_refused():
         ),
         ({"compute_group_stats": None}, "compute_group_stats takes None first, and rollouts was expected"),
         ({"get_logprobs": None}, "get_logprobs is missing or has rl_default_temperature in it"),
+        ({"get_logprobs": edited}, "get_logprobs is missing or has rl_default_temperature in it, as an edit"),
     ],
 )
-def test_another_source_is_refused_by_name(change, message):
+def test_another_source_and_one_that_was_edited_by_hand_are_refused_by_name(change, message):
     for name, function in change.items():
         delattr(utils, name) if function is None else setattr(utils, name, function)
     with pytest.raises(ConfigError, match=message):
-        take_rollouts(utils, lambda: 1.0, SINGLE)
-
-
-def test_a_checkout_that_was_edited_by_hand_is_refused():
-    def edited(logits, tokens, rl_default_temperature=2.0):
-        return utils.selective_log_softmax(logits / rl_default_temperature, tokens)
-
-    utils.get_logprobs = edited
-    with pytest.raises(ConfigError, match="get_logprobs is missing or has rl_default_temperature in it, as an edit"):
         take_rollouts(utils, lambda: 1.0, SINGLE)
 
 
