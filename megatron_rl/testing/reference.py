@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,7 +119,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
     """A user's own loss is its own function on one process: then layouts are compared, and not its equation.
 
     Raises ConfigError for another function of a user's own."""
-    known = {
+    known: dict[str, Container[str]] = {
         "loss_aggregation": oracle.AGGREGATIONS,
         "kl_estimator": oracle.ESTIMATORS,
         "importance_correction": oracle.CORRECTIONS,
