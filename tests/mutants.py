@@ -65,7 +65,7 @@ JUDGES = {
     "hosts/contract.py": "placed_head carrier",
     "hosts/heads/placed_head.py": "placed_head",
     "hosts/host_run.py": "hooks hosts placed_head",
-    "hosts/reducer.py": "reducer hooks own",
+    "hosts/reducer.py": "hosts hooks own | hosts",
     "hosts/train_rl.py": "train_rl",
     "hosts/dense_rows.py": "adapters verl skyrl nemo_rl roll",
     "hosts/choice.py": "adapters refused verl skyrl nemo_rl roll",
