@@ -134,74 +134,39 @@ def test_an_auxiliary_loss_balances_the_routers_own_choice(pool):
 
 
 class OtherRouter:
-    """A sampler whose router chooses, and with_weights weighs too, by other scores than the trainer's."""
-
-    def __init__(self, change, with_weights: bool):
-        self._change, self._with_weights = change, with_weights
+    """A sampler whose router chooses by other scores than the trainer's."""
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        other = self._change(scores)
-        ids = default_compute_topk(other, topk, num_groups, group_topk)[1]
-        return (other if self._with_weights else scores).gather(1, ids), ids
+        noise = 0.1 * scores.std() * torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
+        ids = default_compute_topk(scores + noise, topk, num_groups, group_topk)[1]
+        return scores.gather(1, ids), ids
 
 
-def rounded(scores: torch.Tensor) -> torch.Tensor:
-    return scores.bfloat16().to(scores)
-
-
-def noisy(scores: torch.Tensor) -> torch.Tensor:
-    return scores + 0.1 * scores.std() * torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
-
-
-SAMPLERS = {
-    "same scores": (lambda scores: scores, True),
-    "choice by bfloat16 scores": (rounded, False),
-    "choice and weights by bfloat16 scores": (rounded, True),
-    "choice by scores + 10 % noise": (noisy, False),
-    "choice and weights by these": (noisy, True),
-}
-
-
-def first_ratios(rank: int) -> dict[str, tuple[float, dict[str, tuple[float, dict[str, float]]]]]:
-    """sampler -> (share of tokens whose sampler chose other experts, replay -> (max |ratio - 1| over the response tokens, the
-    metrics of the first step))."""
-    found = {}
-    for name, (change, with_weights) in SAMPLERS.items():
-        trainers = {replay: cases.tiny_trainer(experts=EXPERTS, router_replay=replay) for replay in ("none", "rollout")}
-        step, sampler = cases.ragged_step([(4, 24)] * 12), trainers["none"]
-        for router in routers_of(sampler.model):
-            vars(router)["router_replay"] = OtherRouter(change, with_weights)
-        recorder = sampler.route_recorder()
-        (sampled,) = sampler.log_probs([step], recorder=recorder)
-        for router in routers_of(sampler.model):
-            vars(router)["router_replay"] = None
-        given = [replace(s, routes=recorder.samples[n].tolist(), old_log_probs=sampled[n]) for n, s in enumerate(step)]
-        own, by_replay = sampler.route_recorder(), {}
-        sampler.log_probs([step], recorder=own)
-        pairs = [(own.samples[n], recorder.samples[n]) for n in range(len(step))]
-        others = torch.cat([(mine.sort(-1).values != other.sort(-1).values).any(-1).flatten() for mine, other in pairs])
-        for replay, trainer in trainers.items():
-            step = given if replay == "rollout" else [replace(sample, routes=None) for sample in given]
-            (now,) = trainer.log_probs([step])
-            gaps = torch.tensor(list(chain(*now))) - torch.tensor(list(chain(*sampled)))
-            by_replay[replay] = float(gaps.expm1().abs().max()), trainer.step([step])
-        found[name] = float(others.double().mean()), by_replay
+def first_ratios(rank: int) -> dict[str, tuple[float, dict[str, float]]]:
+    """replay -> (max |ratio - 1| over the response tokens, the metrics of the first step)."""
+    trainers = {replay: cases.tiny_trainer(experts=EXPERTS, router_replay=replay) for replay in ("none", "rollout")}
+    step, sampler, found = cases.ragged_step([(4, 24)] * 12), trainers["none"], {}
+    recorder = sampler.route_recorder()
+    for router in routers_of(sampler.model):
+        vars(router)["router_replay"] = OtherRouter()
+    (sampled,) = sampler.log_probs([step], recorder=recorder)
+    for router in routers_of(sampler.model):
+        vars(router)["router_replay"] = None
+    for replay, trainer in trainers.items():
+        routes = recorder.samples if replay == "rollout" else None
+        given = [replace(sample, routes=routes and routes[n].tolist(), old_log_probs=sampled[n]) for n, sample in enumerate(step)]
+        (now,) = trainer.log_probs([given])
+        gaps = torch.tensor(list(chain(*now))) - torch.tensor(list(chain(*sampled)))
+        found[replay] = float(gaps.expm1().abs().max()), trainer.step([given])
     return found
 
 
 def test_the_first_ratio_is_1_where_sampler_and_trainer_choose_other_experts(pool):
-    """FB-125: with the sampler's experts the rest of a gap is that of the weights, which are the trainer's own."""
-    (found,) = pool.run(first_ratios, world_size=1)
-    for name in ("choice by bfloat16 scores", "choice by scores + 10 % noise"):
-        share, by_replay = found[name]
-        (without, _), (with_replay, of_replay) = by_replay["none"], by_replay["rollout"]
-        assert share > 0.001 and without > 0.1, "the sampler differs, and it shows"
-        assert with_replay < 1e-6
-        assert abs(of_replay["policy/ratio_new_old"] - 1) < 1e-6 and of_replay["policy/kl_new_old"] < 1e-9
-    _, weights = found["choice and weights by these"]
-    assert 1e-3 < weights["rollout"][0] < weights["none"][0] / 10
-    share, same = found["same scores"]
-    assert share == same["none"][0] == 0
+    """FB-125"""
+    [found] = pool.run(first_ratios, world_size=1)
+    (without, _), (with_replay, metrics) = found["none"], found["rollout"]
+    assert without > 0.1 and with_replay < 1e-6
+    assert abs(metrics["policy/ratio_new_old"] - 1) < 1e-6 and metrics["policy/kl_new_old"] < 1e-9
 
 
 # Layouts and recomputation
@@ -248,29 +213,34 @@ def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
     assert used == [sorted(experts) for sample in step for layer in sample.routes for experts in layer]
 
 
-def replay_refusals(rank: int) -> dict[str, list[str]]:
-    config = model_config_of(cases.tiny_trainer(experts=EXPERTS).model)
-    found, resting = {"": list(replay_problems(config))}, copy.copy(config)
-    vars(resting).update(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
-    found["a bias that stays"] = list(replay_problems(resting))
-    changes = {
-        "moe_router_fusion": True, "moe_router_enable_expert_bias": True, "mtp_num_layers": 1, "moe_enable_routing_replay": True,
-        "cuda_graph_impl": "local", "num_moe_experts": None,
-    }  # fmt: skip
-    for name, value in changes.items():
+BIAS_THAT_MOVES = {"moe_router_enable_expert_bias": True}
+# Changes of the model's config -> words of the problem.
+CANNOT_REPLAY = [
+    ({}, ""),
+    ({**BIAS_THAT_MOVES, "moe_router_bias_update_rate": 0.0}, ""),
+    (BIAS_THAT_MOVES, "moe_router_enable_expert_bias"),
+    ({"moe_router_fusion": True}, "moe_router_fusion"),
+    ({"mtp_num_layers": 1}, "mtp_num_layers"),
+    ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay"),
+    ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+    ({"num_moe_experts": None}, "num_moe_experts"),
+]
+
+
+def replay_refusals(rank: int) -> list[list[str]]:
+    config, found = model_config_of(cases.tiny_trainer(experts=EXPERTS).model), []
+    for changes, _ in CANNOT_REPLAY:
         other = copy.copy(config)
-        setattr(other, name, value)
-        found[name] = list(replay_problems(other))
+        vars(other).update(changes)
+        found.append(list(replay_problems(other)))
     return found
 
 
 def test_replay_refuses_by_name_what_it_cannot_do(pool):
     """FB-127: an expert bias would follow the replayed load."""
-    (found,) = pool.run(replay_refusals, world_size=1)
-    assert found.pop("") == found.pop("a bias that stays") == []
-    words = {"cuda_graph_impl": "CUDA graphs"}
-    for name, problems in found.items():
-        assert len(problems) == 1 and words.get(name, name) in problems[0], (name, problems)
+    [found] = pool.run(replay_refusals, world_size=1)
+    for problems, (_, words) in zip(found, CANNOT_REPLAY, strict=True):
+        assert len(problems) == bool(words) and all(words in problem for problem in problems)
 
 
 # Rollouts and files
