@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of, pool_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
 from trainer_cases import CP, PP, TP, VOCABULARY, lively, ragged_step, tiny_trainer
@@ -199,23 +199,8 @@ def test_many_rows_of_a_large_vocabulary_are_sampled_at_once(pool):
     assert pool.run(rows_on_rank, True, world_size=1) == [2 * 1024**3 // (4 * 151936 + activations)]
 
 
-# Probabilities .5 .25 .125 .125 of ids 2, 0, 1, 3.
-BY_HAND = [math.log(0.25), math.log(0.125), math.log(0.5), math.log(0.125)]
-CASES = [
-    pytest.param(0.5, [2], id="the first reaches it"),
-    pytest.param(0.51, [0, 2], id="the token that crosses is kept"),
-    pytest.param(0.8, [0, 1, 2], id="of two equal ones the smaller id crosses"),
-    pytest.param(1e-9, [2], id="the largest is always kept"),
-]
-
-
-@pytest.mark.parametrize(("top_p", "expected"), CASES)
-def test_the_kept_ids_by_hand(top_p, expected):
-    assert kept_by_top_p(torch.tensor([BY_HAND]), top_p)[0].nonzero().flatten().tolist() == expected
-
-
 def reference(row: list[float], top_p: float) -> list[int]:
-    """Token by token, in Python's float64."""
+    """Token by token, in Python's float64: the token that crosses is kept, of two equal ones the smaller id crosses."""
     order = sorted(range(len(row)), key=lambda number: (-row[number], number))
     weight = {number: math.exp(row[number] - row[order[0]]) for number in order}
     total, before, kept = sum(weight.values()), 0.0, []
@@ -230,6 +215,8 @@ def reference(row: list[float], top_p: float) -> list[int]:
 ROWS = st.lists(st.lists(st.sampled_from([-90.0, -2.0, -0.5, 0.0, 0.5, 3.0]), min_size=7, max_size=7), min_size=1, max_size=4)
 
 
+# Probabilities .5 .25 .125 .125 of ids 2, 0, 1, 3: the first reaches .5.
+@example([[math.log(0.25), math.log(0.125), math.log(0.5), math.log(0.125)]], 0.5)
 @of_hypothesis(max_examples=100)
 @given(ROWS, st.sampled_from([0.9131, 0.5173, 0.0313]))
 def test_the_kept_ids_are_those_of_a_loop_over_tokens(rows, top_p):

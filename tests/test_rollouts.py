@@ -26,7 +26,6 @@ from megatron_rl.train.rollouts import (
     group_advantages,
     mean_reward,
     partition,
-    share_without_signal,
     split_into_steps,
 )
 
@@ -78,36 +77,23 @@ def test_advantages_of_each_group_follow_the_textbook(pairs):
             assert of_dr_grpo[place] == pytest.approx(centred, rel=1e-6, abs=1e-7)
 
 
-def test_the_share_of_groups_without_signal_by_hand():
-    """Of three groups one has equal rewards."""
-    rewards, prompt_ids = [0.0, 1.0, 1.0, 1.0, 2.0, 3.0], list("ppqqrr")
-    samples = [
-        make_sample(index, prompt_id=name, advantage=value)
-        for index, (name, value) in enumerate(zip(prompt_ids, group_advantages(rewards, prompt_ids), strict=True))
-    ]
-    assert share_without_signal(samples) == pytest.approx(1 / 3)
-
-
-def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
-    """FB-07: 5 prompts in 2 steps: 3 and 2. Catches a group cut in two, whose prompt_mean would count the prompt twice."""
-    batch = make_batch(["a", "a", "b", "c", "b", "d", "e", "e"])
-    assert [indices(step) for step in split_into_steps(batch.samples, 2, 0)] == [[0, 1, 2, 4, 3], [5, 6, 7]]
-    # p, q, p, q, ... dealt to two ranks in the order of the file would give rank 0 all of p.
+def test_a_step_has_samples_of_each_data_parallel_rank():
+    """p, q, p, q, ... dealt to two ranks in the order of the file would give rank 0 all of p."""
     shared = SharedRollout.of(make_batch(["p", "q"] * 3), 0, 2)
     assert all({header.dp_rank for header in step} == {0, 1} for step in split_into_steps(shared.headers, 2, 0))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
 def test_steps_partition_the_batch_by_prompt(prompts, data):
-    """Every sample once, no prompt in two steps, sizes in prompts differ by at most one, no step empty."""
+    """FB-07: every sample once, prompt by prompt in the order of their first samples, no prompt in two steps, whose prompt_mean
+    would count it twice. Sizes in prompts differ by at most one, the larger ones first, and no step is empty."""
     steps_per_rollout = data.draw(st.integers(1, len(set(prompts))))
     steps = split_into_steps(make_batch([str(prompt) for prompt in prompts]).samples, steps_per_rollout, 0)
-    assert sorted(sample.index for step in steps for sample in step) == list(range(len(prompts)))
-    prompts_of_step = [{sample.prompt_id for sample in step} for step in steps]
-    assert len(steps) == steps_per_rollout
-    assert sum(len(names) for names in prompts_of_step) == len(set(prompts))
-    sizes = [len(names) for names in prompts_of_step]
-    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
+    by_prompt = [[index for index, other in enumerate(prompts) if other == prompt] for prompt in dict.fromkeys(prompts)]
+    assert [sample.index for step in steps for sample in step] == sum(by_prompt, [])
+    sizes = [len({sample.prompt_id for sample in step}) for step in steps]
+    assert len(steps) == steps_per_rollout and sum(sizes) == len(by_prompt)
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1 and sizes[-1] >= 1
 
 
 @pytest.mark.parametrize("steps_per_rollout", [0, 3])
