@@ -307,17 +307,17 @@ class Adapter:
         *,
         poison: float | None = None,
         own: Mapping[str, Any] | None = None,
-        call: Call | None = None,
+        start: Callable[..., Call] | None = None,
         cp_group: Any = None,
         **settings: Any,
     ) -> Result:
         """The gradient that the optimiser gets, and the sum of the reported losses over ranks and micro-batches.
 
-        poison: in masked positions. call: in the place of `start`. cp_group: this process is one of its ranks, and the call takes
-        its part of the rows and communicates; None: the ranks are a loop."""
+        poison: in masked positions. start: in the place of the adapter's. cp_group: this process is one of its ranks, and the call
+        takes its part of the rows and communicates; None: the ranks are a loop."""
         leaves = [values.float().requires_grad_() for values in step.log_probs]
         step = step if poison is None else self.poisoned(step, poison)
-        call = call or self.start(case, step, own or {}, **settings)
+        call = (start or self.start)(case, step, own or {}, **settings)
         total, metrics, num_cp = 0.0, [], case.cp if cp_group is None else 1
         for micro_batches in case.micro_batches():
             for chosen in micro_batches:
@@ -353,9 +353,9 @@ class Adapter:
             gradients[index] = gradient
         return loss, gradients
 
-    def error(self, case: RowCase, **by: Any) -> float:
+    def error(self, case: RowCase, step: Step | None = None, **by: Any) -> float:
         """by: of `run`."""
-        step = self.step(case)
+        step = step or self.step(case)
         return largest_error(self.run(case, step, **by), *self.truth(case, step))
 
     def errors(self, cases: Sequence[RowCase], pool: Callable[[], Any]) -> dict[str, float]:

@@ -213,7 +213,8 @@ def nemo_rls_own_loss(rank: int) -> None:
             leaf.grad = None
             loss = own({"reference_policy_kl_penalty": 0.1, "ratio_clip_min": 0.2, "ratio_clip_max": 0.28})
             step = adapter.step(case)
-            result = adapter.run(case, step, call=adapter.by(call, loss, case, step), cp_group=group)
+            calls = adapter.by(call, loss, case, step)
+            result = adapter.run(case, step, start=lambda *_, calls=calls: calls, cp_group=group)
             found.append((result.loss, [torch.cat(result.gradients), leaf.grad]))
         return found
 

@@ -19,11 +19,11 @@ from adapter_cases import (
     LOSSES,
     ONE_CALL,
     ROWS,
+    Call,
     RowCase,
     Step,
     check_kl,
     emulated,
-    largest_error,
     logits_of,
     too_large,
 )
@@ -101,7 +101,7 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
     else:
         loss.samples_per_step = 15
     with pytest.raises(DataError, match="do not have the weights of their prompt groups"):
-        ADAPTER.run(case, step, call=ADAPTER.by(cases.emulated_call, loss, case, step))
+        ADAPTER.run(case, step, start=lambda case, step, _: ADAPTER.by(cases.emulated_call, loss, case, step))
 
 
 # Tokens that NeMo-RL's trainer leaves out of its distribution
@@ -338,18 +338,19 @@ def load_nemo_rl(cp_group, output_of=None, temperature=1.0):
     return own, call
 
 
-def run_by_nemo_rl(case: RowCase, step: Step, cp_group: Any, **settings: Any) -> Any:
+def by_nemo_rl(cp_group: Any) -> dict[str, Any]:
+    """For `run` of the adapter."""
     own, call = load_nemo_rl(cp_group)
-    loss = ADAPTER.loss(case, own, **settings)
-    return ADAPTER.run(case, step, call=ADAPTER.by(call, loss, case, step), cp_group=cp_group)
+
+    def start(case: RowCase, step: Step, _: Any, **settings: Any) -> Call:
+        return ADAPTER.by(call, ADAPTER.loss(case, own, **settings), case, step)
+
+    return {"start": start, "cp_group": cp_group}
 
 
 def errors_by_nemo_rl(rank: int, chosen: list[RowCase]) -> dict[str, float]:
-    group, errors = torch.distributed.group.WORLD, {}
-    for case in chosen:
-        step = ADAPTER.step(case)
-        errors[str(case)] = largest_error(run_by_nemo_rl(case, step, group), *ADAPTER.truth(case, step))
-    return errors
+    by = by_nemo_rl(torch.distributed.group.WORLD)
+    return {str(case): ADAPTER.error(case, **by) for case in chosen}
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
@@ -363,8 +364,8 @@ def test_nemo_rls_own_loss_path_is_exact_with_ours(cp):
 
 
 def check_kl_by_nemo_rl(rank: int, case: RowCase) -> None:
-    step = ADAPTER.step(case)
-    check_kl(*(run_by_nemo_rl(case, step, torch.distributed.group.WORLD, **given) for given in ({}, OF_KL)), step, "unbiased")
+    step, by = ADAPTER.step(case), by_nemo_rl(torch.distributed.group.WORLD)
+    check_kl(*(ADAPTER.run(case, step, **by, **settings) for settings in ({}, OF_KL)), step, "unbiased")
 
 
 @pytest.mark.host("NEMO_RL_ROOT")

@@ -12,11 +12,12 @@ import math
 import pickle
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from adapter_cases import CORRECTIONS, TOLERANCE, RowCase, Step, emulated, largest_error, rollout_cases, too_large
+from adapter_cases import CORRECTIONS, TOLERANCE, Call, RowCase, Step, check_kl, emulated, rollout_cases, too_large
 from forked import in_fork
 from helpers import names_forgotten
 from host_checkouts import VERL
@@ -199,28 +200,21 @@ class Own:
         verl_loss.register(VERL.load("verl.trainer.ppo.core_algos"))
         self.loss, self.configs = VERL.load("verl.workers.utils.losses").ppo_loss, VERL.load("verl.workers.config")
 
-    def config(self, case: RowCase, *, of_actor: Any = None, **settings: Any) -> Any:
+    def start(self, case: RowCase, step: Step, own: Mapping[str, Any], **of_actor: Any) -> Call:
         from megatron_rl.hosts.verl_config import PolicyLoss
 
-        make = PolicyLoss if settings else self.configs.PolicyLossConfig
-        sizes = {"strategy": "megatron", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 1}
-        given = sizes | ADAPTER.given_numbers(case) | (of_actor or {})
-        return self.configs.ActorConfig(policy_loss=make(loss_mode=mode_of(case), **settings), **given)
-
-    def run(self, case: RowCase, step: Step, config: Any) -> Any:
         def ppo_loss(config, rows, data):
             return self.loss(config, {"log_probs": torch.cat(rows)}, Batch(data, ref_log_prob=data["old_log_probs"] + 0.3))
 
-        return ADAPTER.run(case, step, call=ADAPTER.by(ppo_loss, config, case, step))
-
-    def error(self, case: RowCase, step: Step | None = None, **settings: Any) -> float:
-        step = step or ADAPTER.step(case)
-        return largest_error(self.run(case, step, self.config(case, **settings)), *ADAPTER.truth(case, step))
+        policy_loss = (PolicyLoss if own else self.configs.PolicyLossConfig)(loss_mode=mode_of(case), **own)
+        sizes = {"strategy": "megatron", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 1}
+        config = self.configs.ActorConfig(policy_loss=policy_loss, **sizes, **ADAPTER.given_numbers(case), **of_actor)
+        return ADAPTER.by(ppo_loss, config, case, step)
 
 
 def errors_by_verl(rank: int, chosen: list[RowCase]) -> dict[str, float]:
-    own = Own()
-    return {str(case): own.error(case) for case in chosen}
+    start = Own().start
+    return {str(case): ADAPTER.error(case, start=start) for case in chosen}
 
 
 @pytest.mark.host("VERL_ROOT")
@@ -256,34 +250,26 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
     compared = ADAPTER.others([loss for loss, _ in ADAPTER.modes() if not loss.startswith("dppo_")])
 
     def work() -> None:
-        own = Own()
-        from megatron_rl.hosts.verl_config import PolicyLoss
-
+        start, settings = Own().start, {"ratio_truncation": 20.0}
         plain, below = ADAPTER.step(corrected), with_weights_of_verl(ADAPTER.below(corrected))
-        expected = own.run(corrected, plain, own.config(corrected)).loss
-        for settings, factor in CORRECTIONS:
-            found = own.run(corrected, below, own.config(corrected, **settings)).loss
-            assert found == pytest.approx(expected * factor, rel=TOLERANCE, abs=1e-9), settings  # float32
+        expected = ADAPTER.run(corrected, plain, start=start).loss
+        for own, factor in CORRECTIONS:
+            found = ADAPTER.run(corrected, below, start=start, own=own).loss
+            assert found == pytest.approx(expected * factor, rel=TOLERANCE, abs=1e-9), own  # float32
         for case in compared:
-            assert own.error(case, with_weights_of_verl(ADAPTER.step(case)), ratio_truncation=20.0) <= TOLERANCE, case
-        assert {*verl.own_names()} <= {one.name for one in dataclasses.fields(PolicyLoss)}
+            step = with_weights_of_verl(ADAPTER.step(case))
+            assert ADAPTER.error(case, step, start=start, own=settings) <= TOLERANCE, case
 
     in_fork(work)
 
 
 @pytest.mark.host("VERL_ROOT")
 def test_verls_own_loss_path_has_our_estimate_of_kl():
-    """The reference is 0.3 above the old policy."""
-
     def work() -> None:
-        own, case = Own(), RowCase(loss="grpo", aggregation="token_mean")
+        start, case = Own().start, RowCase(loss="grpo", aggregation="token_mean")
         step, terms = ADAPTER.step(case), {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "unbiased"}
-        plain, found = (own.run(case, step, own.config(case, of_actor=given)) for given in ({}, terms))
-        num_tokens = sum(sum(sample.loss_mask) for sample in step.samples)
-        for index, sample in enumerate(step.samples):
-            gap = step.log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
-            expected = 0.1 * gap.exp() * (gap - 0.3) * torch.tensor(sample.loss_mask) / num_tokens
-            assert torch.allclose((found.gradients[index] - plain.gradients[index]).double(), expected, rtol=1e-4, atol=1e-7)
+        plain, found = (ADAPTER.run(case, step, start=start, **given) for given in ({}, terms))
+        check_kl(plain, found, step, "unbiased", is_over_tokens=True)
 
     in_fork(work)
 
