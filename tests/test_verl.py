@@ -71,6 +71,13 @@ def test_the_metrics_have_verls_names_and_are_numbers():
 
 # The counts of a mini-batch
 
+
+def test_rollouts_of_several_rows_weigh_once():
+    """FB-141: rows of a rollout on any rank and micro-batch, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) in float64."""
+    found = {str(case): ADAPTER.error(case) for case in rollout_cases(["gspo", "cispo", "dro"])}
+    assert max(found.values()) <= ROLLOUT_TOLERANCE, found
+
+
 SAMPLE_MEAN = verl.read(ActorConfig({"loss_mode": "megatron_rl.grpo.sample_mean"}))
 
 
@@ -228,7 +235,6 @@ def test_verls_own_loss_path_is_exact_with_ours(loss):
 
 @pytest.mark.host("VERL_ROOT")
 def test_verls_own_loss_path_weighs_rollouts_of_several_rows_once():
-    """FB-141: rows of a rollout on any rank and micro-batch, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) by hand in float64."""
     chosen = rollout_cases(["gspo", "cispo", "dro"])
     (found,) = run_ranks(errors_by_verl, 1, chosen, use_megatron=False)
     assert len(found) == len(chosen) == 23 and max(found.values()) <= ROLLOUT_TOLERANCE, found
