@@ -27,7 +27,7 @@ TESTS = Path(__file__).resolve().parent
 TRITONS = sorted(set(TRITON_OF_TORCH.values()))
 EVERY = os.environ.get("EVERY_LAUNCH", "0") not in ("", "0")
 NOT_HERE = 3  # sass_gate.NOT_HERE
-BAD_KERNEL = "good_rows"  # of bad_row_kernels.py, whose launches make it bad
+BAD_KERNEL = "good_rows"  # of triton_code.py, whose launches make it bad
 TWINS = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
 # Of fp16 the loops are bf16's with other conversions. Those of float32, with twice the budget of time a logit, have EVERY_LAUNCH.
 LEFT_OUT = ("fp16",) if EVERY else ("fp16", " fp32")
@@ -154,7 +154,7 @@ def run_gate(triton: str | None, *options: str) -> str:
     registered loss and estimator too: the interpreter runs what may not compile."""
     if triton is None:
         pytest.skip("Triton is not installed")
-    files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
+    files = (TESTS / "kernel_launches.py", TESTS / "triton_code.py")
     command = [sys.executable, TESTS / "sass_gate.py", "--launches", *files, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment_of(triton))
     if done.returncode == NOT_HERE:

@@ -34,6 +34,7 @@ from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_ba
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.backends import is_interpreted
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.inputs import LossBatch, prepared
 
@@ -189,80 +190,73 @@ def test_the_seam_to_the_schedule_waits_for_nothing(per_token, num_tokens):
 
 
 HOST_FACTS, KEPT_ROWS = "megatron_rl/policy_loss/linear.py", "megatron_rl/ops/linear_gradient.py"
-# (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan scale-last once a document.
-PLANS = {
-    "A: all documents in one chunk": ("gspo", [5, 7, 0, 3], 1000, False, 1),
-    "A: one document a chunk": ("gspo", [5, 7, 0, 6], 9, False, 3),
-    "B: a document of three chunks": ("gspo", [21], 9, False, 1),
-    "C: the same with KL": ("gspo", [21], 9, True, 3),
-    "D: 55 tokens in chunks of 9": ("grpo", [5, 21, 7, 0, 1, 12, 9], 9, True, 7),
-}
+OF_SETS = "megatron_rl/layout/sampling_support.py"
 
 
-def run_head(kind: str, case: HeadBatch, rows: int, has_kl: bool, facts_on: str, in_main_grad: bool):
-    """What forward, and what backward was seen to do."""
+def run_head(kind: str, case: HeadBatch, rows: int, facts_on: str, *, in_main_grad=False, has_kl=False, support=None):
+    """(file of each look in forward, what backward was seen to do). The mask, bounds and sets of ids lie where facts do."""
     case = float32(case)
     with simulated_cuda() as seen:
         batch, hidden = there(float32(case.batch)), case.hidden.to("cuda").requires_grad_()
-        weight = torch.nn.Parameter(case.weight.to("cuda"))
-        options = {}
+        weight, options = torch.nn.Parameter(case.weight.to("cuda")), {}
         if in_main_grad:
             weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
             options["loss_scale"] = 2.0
         if has_kl:
             options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "ref_log_probs": batch.old_log_probs - 0.1}
             options["regularizer_weights"] = batch.token_weights
-        labels, old, advantages, mask, _, weights = batch.arguments()
-        mask = mask.cpu() if facts_on == "cpu" else mask
-        cu_seqlens = case.batch.cu_seqlens.to(facts_on)
+        if support is not None:
+            options["sampling_support"] = support.to(torch.device(facts_on))
+        labels, old, advantages, _, _, weights = batch.arguments()
+        mask, cu_seqlens = case.batch.loss_mask.to(facts_on), case.batch.cu_seqlens.to(facts_on)
         options |= {"max_logits_bytes": budget(case, rows), "backend": "torch", **CLIP, **GROUPS}
         seen.clear()
         output = linear_policy_loss(kind, hidden, weight, labels, old, advantages, mask, cu_seqlens, weights, **options)
-        forward = list(seen)
+        assert {event.kind for event in seen} <= {LOOK}
+        in_forward = [event.file for event in seen]
         seen.clear()
         (output.loss * 2.0).backward()
-        return forward, list(seen)
+        return in_forward, list(seen)
 
 
 @pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of")
+@pytest.mark.parametrize("facts_on", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("plan", "facts_on", "in_main_grad"), [*((plan, place, place == "cpu") for plan in PLANS for place in ("cpu", "cuda"))]
+    ("kind", "lengths", "rows", "has_kl", "num_waits"),
+    [
+        pytest.param("gspo", [5, 7, 0, 3], 1000, False, 1, id="A: all documents in one chunk"),
+        pytest.param("gspo", [5, 7, 0, 6], 9, False, 3, id="A: one document a chunk"),
+        pytest.param("gspo", [21], 9, False, 1, id="B: a document of three chunks"),
+        pytest.param("gspo", [21], 9, True, 3, id="C: the same with KL"),
+        pytest.param("grpo", [5, 21, 7, 0, 1, 12, 9], 9, True, 7, id="D: 55 tokens in chunks of 9"),
+    ],
 )
-def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(plan, facts_on, in_main_grad):
-    kind, lengths, rows, has_kl, num_waits = PLANS[plan]
+def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(kind, lengths, rows, has_kl, num_waits, facts_on):
+    """In plan scale-last once a document."""
     case = head_batch(lengths, "none masked")
     case = replace(case, batch=replace(case.batch, loss_mask=torch.ones_like(case.batch.loss_mask)))
-    forward, backward = run_head(kind, case, rows, has_kl, facts_on, in_main_grad)
-    assert [(event.kind, event.file) for event in forward] == [(LOOK, HOST_FACTS)] * (facts_on == "cuda") + [
-        (LOOK, KEPT_ROWS)
-    ] * num_waits
-    assert backward == []
+    found = run_head(kind, case, rows, facts_on, has_kl=has_kl, in_main_grad=facts_on == "cpu")
+    assert found == ([HOST_FACTS] * (facts_on == "cuda") + [KEPT_ROWS] * num_waits, [])
 
 
 @pytest.mark.parametrize("sets_on", ["cpu", "cuda"])
 def test_sets_of_kept_ids_wait_for_nothing_but_sets_on_the_device(sets_on):
     """In torch the weight's gradient counts the ids of a chunk; the kernel does not (test_kernel_code.py)."""
-    case = float32(head_batch([9, 7], "none masked"))
-    labels, old, advantages, mask, cu_seqlens, weights = case.batch.arguments()
-    vocab_size = case.weight.shape[0]
-    kept = [[(int(label) + i) % vocab_size for i in range((1, 2, 3, 15, 16)[t % 5])] for t, label in enumerate(labels)]
+    case = head_batch([9, 7], "none masked")
+    sizes = (1, 2, 3, 15, 16)
+    kept = [[(int(label) + i) % 16 for i in range(sizes[t % 5])] for t, label in enumerate(case.batch.labels)]
     support = SamplingSupport.from_lists(kept)
+    in_forward, in_backward = run_head("grpo", case, 1000, sets_on, support=support)
+    are_there = sets_on == "cuda"
+    assert (in_forward.count(HOST_FACTS), in_forward.count(OF_SETS)) == (are_there, 2 * are_there)
+    assert {*in_forward} - {HOST_FACTS, OF_SETS} == {"megatron_rl/ops/support.py"}
+    assert in_backward == []
     with simulated_cuda() as seen:
-        sets, hidden, weight = support.to(torch.device(sets_on)), case.hidden.to("cuda"), case.weight.to("cuda")
-        there = [value.to("cuda") for value in (labels, old, advantages, weights)]
-        options = {"sampling_support": sets, "backend": "torch", "tp_group": SINGLE}
+        sets, labels = support.to(torch.device(sets_on)), case.batch.labels.to("cuda")
+        hidden, weight = (part.float().to("cuda") for part in (case.hidden, case.weight))
         seen.clear()
-        leaf, parameter = hidden.requires_grad_(), torch.nn.Parameter(weight)
-        packed = (*there[:3], mask, cu_seqlens, there[3])
-        output = linear_policy_loss("grpo", leaf, parameter, *packed, **options, **CLIP, cp_group=SINGLE)
-        in_forward = list(seen)
-        seen.clear()
-        output.loss.backward()
-        assert seen == []
-    of_sets = [(LOOK, "megatron_rl/layout/sampling_support.py")] * 2 * (sets_on == "cuda")
-    counted = [(event.kind, event.file) for event in in_forward]
-    assert counted[: len(of_sets)] == of_sets
-    assert {file for _, file in counted[len(of_sets) :]} == {"megatron_rl/ops/support.py"}
+        linear_log_probs(hidden, weight, labels, sampling_support=sets, backend="torch", tp_group=SINGLE)
+        assert [event.file for event in seen] == [OF_SETS] * 2 * are_there
 
 
 # Counting a step
