@@ -14,8 +14,18 @@ from launch_settings import CUSTOM_LOSS, REDUCER, launch
 from launch_settings import REWARD as REWARD_HOOK
 from torch import Tensor
 
+from megatron_rl.declare import get_policy_loss
 from megatron_rl.hosts.loss import custom_loss
-from megatron_rl.testing.oracle import ESTIMATORS, DenseSample, DenseSettings, Scores, StepTerms, k3, token_weights
+from megatron_rl.testing.oracle import (
+    ESTIMATORS,
+    ONE_RATIO_A_SAMPLE,
+    DenseSample,
+    DenseSettings,
+    Scores,
+    StepTerms,
+    k3,
+    token_weights,
+)
 
 VOCAB_SIZE = 8
 DIVISOR = 16.0
@@ -292,7 +302,8 @@ def truth_of(case: Case, samples: list[Sample], settings: dict) -> Truth:
     log_p = torch.log_softmax(torch.cat(rows) / TEMPERATURE, -1)
     scores = Scores(new, -(log_p.exp() * log_p).sum(-1), new)
     terms = StepTerms(step, scores, of_policy)
-    is_clipped = StepTerms(step, scores, replace(of_policy, parameters={})).is_clipped  # the hosts do not count the dual clip
+    without_dual_clip = replace(of_policy, parameters=of_policy.parameters | {"clip_ratio_c": math.inf})
+    is_clipped = StepTerms(step, scores, without_dual_clip).is_clipped  # as the hosts count
     counts = [len(tokens) for tokens in terms.of_samples]
     weights = token_weights(step, counts, replace(of_policy, aggregation=mean_of))
     of_tokens = torch.tensor([weights[owner] for owner in terms.owners], dtype=torch.float64)
@@ -300,8 +311,8 @@ def truth_of(case: Case, samples: list[Sample], settings: dict) -> Truth:
     def mean(values: Tensor) -> Tensor:
         return (of_tokens * values).sum()
 
-    log_ratio = terms.log_ratio
-    if of_policy.loss == "gspo":
+    log_ratio = terms.new - terms.old
+    if of_policy.loss in ONE_RATIO_A_SAMPLE:
         log_ratio = torch.cat([log_ratio[tokens].mean().expand(len(tokens)) for tokens in terms.of_samples if tokens])
     kl, trained = ESTIMATORS[of_policy.kl_estimator](new, terms.given("ref"), terms.log_ratio)
     entropy, kl = mean(scores.entropy), mean(kl.detach() + trained - trained.detach())
@@ -359,11 +370,14 @@ def dense_settings(settings: dict) -> tuple[DenseSettings, str]:
     if settings["importance_correction"]:
         correction = settings["importance_correction"]
         bounds = settings["importance_correction_low"], settings["importance_correction_high"]
+    name, dual_clip = settings["policy_loss"] or settings["advantage_estimator"], settings["eps_clip_c"]
+    loss, clip = get_policy_loss(name), (settings["eps_clip"], settings["eps_clip_high"])
+    low, high = clip if clip[0] else loss.clip_bounds(None, None) or (math.nan, math.nan)
     found = DenseSettings(
-        loss=settings["advantage_estimator"],
-        low=settings["eps_clip"],
-        high=settings["eps_clip_high"],
-        parameters={"clip_ratio_c": settings["eps_clip_c"]} if settings["eps_clip_c"] else {},
+        loss=name,
+        low=low,
+        high=high,
+        parameters=loss.resolve_parameters({"clip_ratio_c": dual_clip} if dual_clip else {}),
         aggregation=settings["loss_aggregation"],
         divisor=DIVISOR,
         correction=correction,

@@ -102,8 +102,15 @@ CASES |= {
     "kept ids, a reported KL": Case(host="slime", settings=REPLAY["slime"] | TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
     "kept ids, ranks without any": Case(settings=REPLAY["miles"], shapes=[SHAPES[1], MASKED, SHAPES[1]]),
 }
+# pg_clipfrac is what the loss itself counts: of a sample's ratio, by a clip that is none of the ratio's, of a ratio to the sampler.
 CASES |= {
-    "dual clip": Case(settings={"eps_clip_c": 1.3}),
+    f"a loss by name, {name}": Case(settings={"policy_loss": name, "eps_clip": None, "eps_clip_high": None}, without=())
+    for name in ("gmpo", "gspo_token", "dppo_tv", "topr")
+}
+CASES |= {
+    "entropy that a flag of miles reports": Case(settings={"observe_training_entropy": True}),
+    "entropy that a flag of ours reports": Case(settings={"policy_metrics": "with_entropy"}),
+    "dual clip": Case(settings={"eps_clip_c": 1.05}),
     "dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05}),
 }
 # Who reduces, with the weights that our hook puts into rewards or without. The host's reducer and our loss divide by the tokens of
@@ -162,7 +169,8 @@ def dealt(case: Case, dp: int) -> list[int]:
 
 def reports_entropy(case: Case) -> bool:
     """miles says 0 of what it does not compute."""
-    return case.host == "slime" or bool(case.settings.get("entropy_coef"))
+    asked = {"entropy_coef", "observe_training_entropy", "policy_metrics"}
+    return case.host == "slime" or bool(asked & {*case.settings})
 
 
 # Each case with one size of micro-batches, in turn.
@@ -257,17 +265,20 @@ def test_our_loss_in_triton_trains_the_dense_step(hosts):
     assert_all_are_the_dense_step(hosts, IN_TRITON, 2, 2, tolerance=2 * EXACT)
 
 
-CORRECTED = [name for name, case in CASES.items() if set(case.settings) & {"use_tis", "use_opsm", "importance_correction"}]
+ACTING = {"use_tis", "use_opsm", "importance_correction", "policy_loss"}
+CORRECTED = [name for name, case in CASES.items() if ACTING & {*case.settings}]
 
 
 @pytest.mark.parametrize("name", CORRECTED)
-def test_a_correction_of_the_cases_acts_on_some_tokens_and_not_on_all(name):
+def test_a_correction_or_a_clip_of_the_cases_acts_on_some_tokens_and_not_on_all(name):
     """A case whose bounds hold every ratio would agree with a loss that corrects nothing."""
     settings, metrics = CASES[name].settings, oracle(CASES[name]).metrics
     if "use_opsm" in settings:
         assert 0 < metrics["opsm_clipfrac"] < 0.6
     if set(settings) & {"use_tis", "importance_correction"}:
         assert 0 < metrics["tis_clipfrac"] < 0.9
+    if "policy_loss" in settings:
+        assert 0.02 < metrics["pg_clipfrac"] < 1
 
 
 ALONE_IN_ROW = Case("allgather bshd", settings=GSPO | TIS | TERMS, without=())
