@@ -86,22 +86,8 @@ def divided_by_cp(right, loss_part, *args, groups, **others):
     return right(loss_part / groups.cp.size(), *args, groups=groups, **others)
 
 
-def without_the_factor_of_microbatches(right, loss_part, num_microbatches, **others):
-    loss, num_tokens, report = right(loss_part, num_microbatches, **others)
-    return loss / num_microbatches, num_tokens, report
-
-
-def without_the_factor_of_dp(right, loss_part, *args, groups, **others):
-    loss, num_tokens, report = right(loss_part, *args, groups=groups, **others)
-    return loss / groups.dp.size(), num_tokens, report
-
-
 def unlike_weights(right, loss_part, *args, num_local_tokens, **others):
     return right(loss_part * (1 + 0.1 * float(num_local_tokens)), *args, num_local_tokens=num_local_tokens, **others)
-
-
-def without_the_gradient_divisor(right, *args, gradient_divisor, **others):
-    return right(*args, **others)
 
 
 RIGHT = {
@@ -110,23 +96,12 @@ RIGHT = {
     "PP2": (Layout(pipeline=2), (OF_LOGITS, OF_A_DIVISOR, FUSED_OF_A_DIVISOR)),
     "DP2, distributed optimiser": (Layout(distributed_optimizer=True), (OF_HIDDEN_STATES, own_group_cases()[2])),
 }
+# test_ranks.py has the names of the other factors, in words of the same function.
 MISTAKES = {
     "FB-21 1/cp": (
         *(Layout(context=2), (OF_LOGITS, OF_HIDDEN_STATES, PER_TOKEN), divided_by_cp, 0.5),
         "gradient is 0.5 of expected = 1/cp: the mean that DDP takes over context-parallel "
         "ranks is left in, or a rank divides by its own tokens; the reported loss is off by the same factor",
-    ),
-    "FB-01 1/M": (
-        *(Layout(context=2), (OF_LOGITS,), without_the_factor_of_microbatches, 1 / 3),
-        "gradient is 0.333333 of expected = 1/micro-batches: the schedule's mean over micro-batches is left in",
-    ),
-    "FB-03 1/dp": (
-        *(Layout(), (OF_LOGITS,), without_the_factor_of_dp, 0.5),
-        "gradient is 0.5 of expected = 1/dp: the mean that DDP takes over data-parallel ranks is left in",
-    ),
-    "--gradient-divisor has no effect": (
-        *(Layout(), (OF_A_DIVISOR,), without_the_gradient_divisor, 16.0),
-        "gradient is 16 of expected = samples: nothing divides by the step's samples",
     ),
     "weights that depend on the layout": (
         *(Layout(), (OF_LOGITS,), unlike_weights, None),
