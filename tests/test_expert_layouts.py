@@ -369,8 +369,8 @@ def drift_on_rank(rank: int, layout: Layout) -> tuple[bool, str]:
 
 
 def test_experts_that_drift_are_refused_and_others_are_exact(pool, truth_of):
-    """FB-105: Megatron-Core 0.13 to 0.18 does not add the gradients of replicas, and adds those of different shards; 0.19 adds those of
-    replicas: the installed one is asked."""
+    """FB-105: Megatron-Core 0.13 to 0.18 does not add the gradients of replicas, and adds those of different shards; 0.19 adds the
+    gradients of replicas: the installed one is asked."""
     for layout, *words in (
         (SHARDED, "ranks hold different shards of an expert"),
         (REPLICATED, "expert_tensor_parallel_size=1: each tensor-parallel rank holds all experts", "drift apart"),
