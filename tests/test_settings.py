@@ -144,20 +144,16 @@ def test_the_namespace_holds_numbers_and_keeps_the_text_of_what_is_none():
     assert (args.clip_ratio_low, args.samples_per_prompt, args.policy_temperature) == (0.1, 8, "hot")
 
 
-def test_help_states_meaning_and_default():
-    """Catches a percent sign that breaks --help, and a flag whose help is empty."""
-    text = " ".join(add_megatron_rl_args(ArgumentParser()).format_help().split())
+def test_help_states_meaning_and_default(own_losses):
+    """Catches a percent sign that breaks --help, also that of an own loss, and a flag whose help is empty."""
+    text = " ".join(add_megatron_rl_args(ArgumentParser(), []).format_help().split())
+    assert "multiplies the weight, 1 is 100 %" in text
     for name in (field.name for field in flag_fields()):
         assert " ".join(field_meanings()[name].split()) in text, name
     assert set(field_meanings()) == {field.name for field in fields(PolicyLossConfig)}
     assert "sampled at. Default: 1.0." in text
     assert "whole prompt groups. Default: unset." in text
     assert "--watchdog {off,warn,raise}" in text
-
-
-def test_help_of_a_loss_of_ones_own_may_hold_a_percent_sign(own_losses):
-    text = " ".join(add_megatron_rl_args(ArgumentParser(), []).format_help().split())
-    assert "multiplies the weight, 1 is 100 %" in text
 
 
 def setting_of(config: PolicyLossConfig, flag: str) -> object:
@@ -225,24 +221,21 @@ def test_text_from_a_yaml_file_is_read(name, text, value):
     assert found == value and type(found) is type(value)
 
 
-NONSENSE = [True, "8k", "nan", "inf", float("nan"), float("inf"), "1e999", 10**400, "", "1_000", "0x10", "true", [8], "-"]
+NO_NUMBERS = [True, "8k", "nan", "inf", float("nan"), float("inf"), "1e999", 10**400, "", "1_000", "0x10", "true", [8], "-"]
+NONSENSE = {
+    **dict.fromkeys(("loss_aggregation_divisor", "clip_ratio_low", "policy_temperature", "kl_coefficient"), NO_NUMBERS),
+    "samples_per_prompt": [True, "8k", 8.0, "8.0", "", 0, -1, [8], "9" * 30],
+    "allow_partial_prompt_groups": ["yes", "1", 1, 0, "on", ""],
+}
 
 
-@pytest.mark.parametrize("name", ["loss_aggregation_divisor", "clip_ratio_low", "policy_temperature", "kl_coefficient"])
-def test_what_is_not_a_number_is_refused(name):
+@pytest.mark.parametrize("name", NONSENSE)
+def test_what_is_no_number_no_count_or_no_switch_is_refused(name):
     """FB-12: a divisor of True or "8k" is a mistake, not 1 or 8."""
-    for value in NONSENSE:
-        with pytest.raises(ConfigError, match=name):
-            validate_megatron_rl_args(from_yaml(loss_aggregation="constant", **{"loss_aggregation_divisor": 1, name: value}))
-
-
-def test_what_is_not_a_count_or_a_switch_is_refused():
-    for value in (True, "8k", 8.0, "8.0", "", 0, -1, [8], "9" * 30):
-        with pytest.raises(ConfigError, match="samples_per_prompt=.* must be a whole number of at least 1"):
-            validate_megatron_rl_args(from_yaml(samples_per_prompt=value))
-    for value in ("yes", "1", 1, 0, "on", ""):
-        with pytest.raises(ConfigError, match="allow_partial_prompt_groups=.* must be true or false"):
-            validate_megatron_rl_args(from_yaml(samples_per_prompt=8, allow_partial_prompt_groups=value))
+    given = {"loss_aggregation": "constant", "loss_aggregation_divisor": 1, "samples_per_prompt": 8}
+    for value in NONSENSE[name]:
+        with pytest.raises(ConfigError, match=f"{name}=.* must be"):
+            validate_megatron_rl_args(from_yaml(**given | {name: value}))
 
 
 def test_five_faults_give_one_error_with_five_remedies_and_leave_args_alone():
