@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,14 +75,11 @@ class Done:
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done:
-    reduce = (lambda parts: torch.stack(parts).amax(0)) if op == dist.ReduceOp.MAX else summed
+    def reduce(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts).amax(0) if op == dist.ReduceOp.MAX else torch.stack(parts).sum(0)
+
     tensor.copy_(group.exchange(f"all_reduce {op}", tensor, reduce))
     return Done()
-
-
-def summed(parts: list[Tensor]) -> Tensor:
-    """Whole numbers one rank after the other, because a thousand ranks' may not fit in memory twice."""
-    return torch.stack(parts).sum(0) if parts[0].is_floating_point() else functools.reduce(torch.add, parts)
 
 
 def all_gather_into_one(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Done:
@@ -102,19 +98,6 @@ def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = Fals
     return Done()
 
 
-def all_to_all_single(
-    output: Tensor,
-    tensor: Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Any = None,
-) -> Done:
-    sizes = input_split_sizes or [tensor.shape[0] // group.size()] * group.size()
-    sent = group.exchange("all_to_all", [part.clone() for part in tensor.split(sizes)])
-    output.copy_(torch.cat([parts[group.rank()] for parts in sent]))
-    return Done()
-
-
 def get_global_rank(group: Any, group_rank: int) -> int:
     return group.meeting.ranks[group_rank]
 
@@ -124,7 +107,6 @@ COLLECTIVES = {
     GATHER_INTO_ONE: all_gather_into_one,
     REDUCE_SCATTER: reduce_scatter,
     "broadcast": broadcast,
-    "all_to_all_single": all_to_all_single,
     "get_global_rank": get_global_rank,
 }
 
