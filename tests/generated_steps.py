@@ -139,6 +139,8 @@ CORRECTIONS_AND_LEVELS = [
     *((name, level) for name in CORRECTIONS.names() for level in map(str, CORRECTIONS[name].bounds)),
     *(("none", "token") for _ in range(5)),
 ]
+# Aggregations that count the rows of a rollout: drawn in the place of sample_mean where a rollout has several.
+OF_ROWS = [name for name in loss_aggregation_names() if get_loss_aggregation(name).needs_rows]
 BOUNDS = {"token": (0.8, 1.25), "sequence_mean": (0.9, 1.1), "sequence_sum": (0.6, 1.7)}
 
 
@@ -156,8 +158,8 @@ class Case:
     counts_given: bool
     num_padded_columns: int
     is_per_token: bool  # Megatron's calculate_per_token_loss
-    kept: str = "all"  # the ids that the sampler draws from
-    rollouts: str = "samples"  # of which samples a rollout is
+    kept: str  # the ids that the sampler draws from
+    rollouts: str  # of which samples a rollout is
 
     @property
     def loss(self) -> str:
@@ -195,9 +197,8 @@ class Decks:
 
 
 def cases_of(name: str, number: int = STEPS_OF_A_LOSS) -> list[Case]:
-    decks, of_sets, of_rollouts = Decks(f"{name}, steps"), Decks(f"{name}, kept ids"), Decks(f"{name}, rollouts")
-    cases = [with_sets(drawn(name, index, decks), of_sets) for index in range(number)]
-    return [possible(with_rollouts(case, of_rollouts)) for case in cases]
+    decks = Decks(f"{name}, step")
+    return [possible(drawn(name, index, decks)) for index in range(number)]
 
 
 def drawn(name: str, number: int, decks: Decks) -> Case:
@@ -206,14 +207,16 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
     usual = decks.draw("has usual bounds", [True, False, False])
     has_usual = usual and (kind, level) in USUAL_BOUNDS
     low, high = (math.nan, math.nan) if loss.clip_ratios is None else CLIP
+    rollouts = decks.draw("rollouts", [*ROLLOUTS])
+    aggregation = decks.draw("aggregation", [one for one in loss_aggregation_names() if one not in OF_ROWS])
+    if rollouts != "samples" and aggregation == "sample_mean" and decks.draw("counts rows", [False, True]):
+        aggregation = decks.draw("of rows", OF_ROWS)
     settings = DenseSettings(
         loss=name,
         low=low,
         high=high,
         parameters=loss.resolve_parameters(decks.draw("parameters", NUMBERS.get(name, [{}]))),
-        aggregation=decks.draw(
-            "aggregation", [one for one in loss_aggregation_names() if not get_loss_aggregation(one).needs_rows]
-        ),
+        aggregation=aggregation,
         divisor=8.0,
         correction=kind,
         level=level,
@@ -237,21 +240,9 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
         counts_given=decks.draw("counts given", [False, True]),
         num_padded_columns=decks.draw("padded columns", [0, 3]),
         is_per_token=decks.draw("per-token contract", [False, False, True]),
+        kept=decks.draw("kept", ["all", *KEPT]),
+        rollouts=rollouts,
     )
-
-
-def with_sets(case: Case, decks: Decks) -> Case:
-    """Decks of their own, so that the other axes are dealt as without."""
-    return replace(case, kept=decks.draw("kept", ["all", *KEPT]))
-
-
-def with_rollouts(case: Case, decks: Decks) -> Case:
-    """An aggregation that counts rows takes the place of sample_mean where a rollout has several."""
-    rollouts, counts_rows = decks.draw("rollouts", [*ROLLOUTS]), decks.draw("counts rows", [False, True])
-    if counts_rows and rollouts != "samples" and case.settings.aggregation == "sample_mean":
-        names = [one for one in loss_aggregation_names() if get_loss_aggregation(one).needs_rows]
-        case = replace(case, settings=replace(case.settings, aggregation=decks.draw("of rows", names)))
-    return replace(case, rollouts=rollouts)
 
 
 def possible(case: Case) -> Case:
