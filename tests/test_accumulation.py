@@ -207,23 +207,19 @@ def test_micro_batches_are_cut_between_rollouts():
     }
 
 
-@pytest.mark.parametrize(
-    ("sizes", "given_settings", "text"),
-    [
-        pytest.param(
-            [[1] + [0] * 1100, [0] * 1100],
-            {"docs_per_step": 6},
-            "docs_per_step=6 has 1 documents after 1030 micro-batches a rank: micro-batches hold few documents",
-            id="few documents",
-        ),
-        pytest.param(
-            [[1] + [5] * 1100, []],
-            {"docs_per_step": 2, "samples_per_prompt": 5, **WHOLE},
-            "docs_per_step=2 has 5126 documents after 1026 micro-batches a rank: prompt groups do not end",
-            id="a group that does not end",
-        ),
-    ],
-)
+ENDLESS = [
+    (
+        *([[1] + [0] * 1100, [0] * 1100], {"docs_per_step": 6}),
+        "docs_per_step=6 has 1 documents after 1030 micro-batches a rank: micro-batches hold few documents",
+    ),
+    (
+        *([[1] + [5] * 1100, []], {"docs_per_step": 2, "samples_per_prompt": 5, **WHOLE}),
+        "docs_per_step=2 has 5126 documents after 1026 micro-batches a rank: prompt groups do not end",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "given_settings", "text"), ENDLESS, ids=["few documents", "a group that does not end"])
 def test_a_step_that_does_not_end_is_an_error_on_every_rank(pool, sizes, given_settings, text):
     """FB-89: it names the target, what was reached and what helps."""
     for done, error in pool.run(errors_on_rank, streams_of(sizes), given_settings, world_size=2):

@@ -146,46 +146,36 @@ def sample_record(**changes) -> dict:
     return record_of(make_batch(["p"]))["samples"][0] | changes
 
 
-def without(name: str) -> dict:
-    return {key: value for key, value in sample_record().items() if key != name}
+def line_of(*samples: dict, index: int = 0) -> str:
+    return json.dumps({"rollout_index": index, "samples": samples}) + "\n"
 
 
 BAD_SAMPLES = [
-    pytest.param(without("reward"), "reward: None must be a finite number", id="missing field"),
-    *(
-        pytest.param(sample_record(**fields), message, id=message[:30])
-        for fields, message in (
-            ({"prompt_id": 3}, "prompt_id: 3 must be a string"),
-            ({"tokens": [8, 9, 1, 2]}, r"tokens: 9 must be below 9, the vocabulary .* type the --vocab-size"),
-            ({"tokens": "8 3"}, "tokens: must be a list"),
-            ({"response_length": 0, "loss_mask": []}, "response_length: 0 .* empty response"),
-            (
-                {"response_length": 4, "loss_mask": [1] * 4, "old_log_probs": None},
-                "response_length: 4 of 4 tokens leaves",
-            ),
-            ({"loss_mask": [1]}, "loss_mask: 1 values for a response of 2"),
-            ({"loss_mask": [1, 2]}, "loss_mask: 2 must be 0 or 1"),
-            ({"reward": math.nan}, "reward: nan must be a finite number"),
-            ({"reward": -(10**400)}, "reward: -10+ must be a finite number"),
-            ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf must be a finite number, at most 0"),
-            ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 must be"),
-            ({"old_log_probs": ["a", -1.0], "loss_mask": [0, 1]}, ".*str"),
-            ({"policy_version": 1.5}, "policy_version: 1.5 must be the steps"),
-            ({"kept_ids": [[1], [2.0]]}, "sampling support: ids must be a vector of torch.int32"),
-            ({"kept_mass": [0.5, 0.0]}, "kept_mass: 0.0 must be above 0 and at most 1"),
-            ({"routes": [[[0, 1], [1]]]}, "expected sequence of length 2"),
-        )
-    ),
+    ({"reward": None}, "reward: None must be a finite number"),
+    ({"prompt_id": 3}, "prompt_id: 3 must be a string"),
+    ({"tokens": [8, 9, 1, 2]}, r"tokens: 9 must be below 9, the vocabulary .* type the --vocab-size"),
+    ({"tokens": "8 3"}, "tokens: must be a list"),
+    ({"tokens": [1, 2]}, "response_length: 2 of 2 tokens leaves"),
+    ({"response_length": 0, "loss_mask": []}, "response_length: 0 .* empty response"),
+    ({"loss_mask": [1]}, "loss_mask: 1 values for a response of 2"),
+    ({"loss_mask": [1, 2]}, "loss_mask: 2 must be 0 or 1"),
+    ({"reward": math.nan}, "reward: nan must be a finite number"),
+    ({"reward": -(10**400)}, "reward: -10+ must be a finite number"),
+    ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf must be a finite number, at most 0"),
+    ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 must be"),
+    ({"old_log_probs": ["a", -1.0], "loss_mask": [0, 1]}, ".*str"),
+    ({"policy_version": 1.5}, "policy_version: 1.5 must be the steps"),
+    ({"kept_ids": [[1], [2.0]]}, "sampling support: ids must be a vector of torch.int32"),
+    ({"kept_mass": [0.5, 0.0]}, "kept_mass: 0.0 must be above 0 and at most 1"),
+    ({"routes": [[[0, 1], [1]]]}, "expected sequence of length 2"),
 ]
 
 
-@pytest.mark.parametrize(("record", "message"), BAD_SAMPLES)
-def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, message):
+@pytest.mark.parametrize(("changes", "message"), BAD_SAMPLES, ids=[row[-1] for row in BAD_SAMPLES])
+def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, changes, message):
     """Each would otherwise reach the loss, some as a silently wrong weight."""
     path = tmp_path / "r.jsonl"
-    good = {"rollout_index": 0, "samples": [sample_record()]}
-    bad = {"rollout_index": 1, "samples": [sample_record(), record]}
-    path.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    path.write_text(line_of(sample_record()) + line_of(sample_record(), sample_record(**changes), index=1))
     batches = load_rollouts(path, vocab_size=9)
     assert next(batches).rollout_index == 0
     with pytest.raises(DataError, match=rf"r\.jsonl, line 2, sample 1: {message}"):
@@ -201,28 +191,20 @@ def test_a_masked_token_may_have_any_set_or_none(tmp_path):
         assert batch.samples[0].kept_ids.sizes.tolist() == [len(ids) for ids in kept]
 
 
-def line_of(*samples: dict, index: int = 0) -> str:
-    return json.dumps({"rollout_index": index, "samples": samples}) + "\n"
-
-
+TWICE = line_of(sample_record(index=3), sample_record(), sample_record(index=3))
+MIXED = line_of(sample_record(), sample_record(index=1, old_log_probs=None))
 BAD_FILES = [
-    pytest.param('{"rollout_index": 0, "samples"\n', "line 1: not JSON", id="not JSON"),
-    pytest.param('{"samples": []}\n', "line 1: rollout_index", id="no index"),
-    pytest.param(line_of("text"), "line 1: samples: 'text' must be an object", id="not an object: a sample"),
-    pytest.param("", "the file holds no rollout", id="empty file"),
-    pytest.param(line_of(sample_record())[:-2] + ', "vocab_size": 0}\n', "line 1: vocab_size: 0 must be", id="no vocabulary"),
-    (
-        line_of(sample_record(index=3), sample_record(), sample_record(index=3)),
-        "line 1: index: two samples have the same: each has its own",
-    ),
-    (
-        line_of(sample_record(), sample_record(index=1, old_log_probs=None)),
-        "line 1: old_log_probs: null in some samples and not in others: give it for all, or for none",
-    ),
+    ('{"rollout_index": 0, "samples"\n', "line 1: not JSON"),
+    ('{"samples": []}\n', "line 1: rollout_index"),
+    (line_of("text"), "line 1: samples: 'text' must be an object"),
+    ("", "the file holds no rollout"),
+    (line_of(sample_record())[:-2] + ', "vocab_size": 0}\n', "line 1: vocab_size: 0 must be"),
+    (TWICE, "line 1: index: two samples have the same: each has its own"),
+    (MIXED, "line 1: old_log_probs: null in some samples and not in others: give it for all, or for none"),
 ]
 
 
-@pytest.mark.parametrize(("content", "message"), BAD_FILES)
+@pytest.mark.parametrize(("content", "message"), BAD_FILES, ids=[row[-1] for row in BAD_FILES])
 def test_a_bad_file_is_refused_with_its_line(tmp_path, content, message):
     path = tmp_path / "r.jsonl"
     path.write_text(content)

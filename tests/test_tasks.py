@@ -9,7 +9,6 @@ import math
 import os
 import sys
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
@@ -38,20 +37,11 @@ def scaled_reward(prompt, response, record, scale):
     return scale
 
 
-partial_reward = functools.partial(scaled_reward, scale=0.75)
+tensor_reward, nan_reward = (functools.partial(scaled_reward, scale=scale) for scale in (torch.tensor(0.25), math.nan))
 
 
 def failing_reward(prompt, response, record):
     return record["no such field"]
-
-
-# Rewards by name, which a record gives.
-VALUES = {"whole": 2, "tensor": torch.tensor(0.25), "fraction": Fraction(1, 4), "none": None}
-VALUES |= {"tensor of two": torch.ones(2), "digits": 10**400, "nan": math.nan}
-
-
-def value_reward(prompt, response, record):
-    return VALUES[record["value"]]
 
 
 def user_task(tmp_path, *records, reward="echo_reward", **settings):
@@ -191,27 +181,14 @@ def test_prompts_to_evaluate_that_the_run_cannot_read_are_refused(tmp_path, prom
         task.with_prompts_of(tmp_path / "e.jsonl")
 
 
-NUMBERS = [("whole", 2.0), ("tensor", 0.25), ("fraction", 0.25)]
-NO_NUMBERS = [
-    ("none", TypeError, r"must be .* real number, not 'NoneType'"),
-    ("tensor of two", (RuntimeError, ValueError), "element"),
-    ("digits", OverflowError, "too large"),
-    ("nan", DataError, r"value_reward returned nan for prompt 'line-1#0', it must return a finite number"),
-]
-
-
-def test_a_reward_may_be_any_kind_of_number(tmp_path):
-    """Catches NaN in the advantages of a group. A partial has no name."""
-    task = user_task(tmp_path, {"prompt": [1]}, reward="partial_reward")
-    assert task.reward(task.make_prompt(0, 0), [1, 0]) == 0.75
-    for name, value in NUMBERS:
-        task = user_task(tmp_path, {"prompt": [1], "value": name}, reward="value_reward")
-        result = task.reward(task.make_prompt(0, 0), [1, 0])
-        assert (result, type(result)) == (value, float)
-    for name, kind, message in NO_NUMBERS:
-        task = user_task(tmp_path, {"prompt": [1], "value": name}, reward="value_reward")
-        with pytest.raises(kind, match=message):
-            task.reward(task.make_prompt(0, 0), [1])
+def test_a_reward_is_a_finite_number(tmp_path):
+    """Catches NaN in the advantages of a group. Both are partials, which have no name."""
+    task = user_task(tmp_path, {"prompt": [1]}, reward="tensor_reward")
+    result = task.reward(task.make_prompt(0, 0), [1, 0])
+    assert (result, type(result)) == (0.25, float)
+    task = user_task(tmp_path, {"prompt": [1]}, reward="nan_reward")
+    with pytest.raises(DataError, match=r"returned nan for prompt 'line-1#0', it must return a finite number"):
+        task.reward(task.make_prompt(0, 0), [1])
 
 
 def test_a_reward_that_cannot_be_imported_says_what_failed():
