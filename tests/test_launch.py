@@ -183,67 +183,50 @@ def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_pat
     assert "loss_aggregation=constant by our reducer" in capsys.readouterr().out
 
 
-# launch-config
-
-
-@pytest.fixture
-def launch_config(capsys):
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["launch-config", *arguments])
-        out, error = capsys.readouterr()
-        return code, out, error
-
-    return run
-
-
-def lines_of(error: str) -> list[str]:
-    """What follows the line that says what to do with the file."""
-    return [line.strip().removesuffix(" \\") for line in error.partition("add to the launch line:\n")[2].splitlines()]
-
-
-def test_dr_grpo_for_a_stock_launcher(launch_config):
-    """The file passes a launcher that drops or refuses unknown flags. A redirection gets the file alone."""
-    code, out, error = launch_config(*DR_GRPO)
-    assert (code, out) == (0, 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n')
-    assert "write standard output to a file (> megatron_rl.yaml)" in error
-    assert "    --custom-config-path megatron_rl.yaml \\\n" in error
-
+# launch-config: docs/hosts/miles.md shows what it prints
 
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
 CUSTOM_LOSS = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
 GUARD = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
-LINES = [
-    pytest.param(["--loss-aggregation", "prompt_mean"], [REWARD], id="prompt_mean needs the companion"),
-    pytest.param(["--loss-aggregation", "token_mean"], [REWARD], id="token_mean without phantom tokens"),
-    pytest.param(
-        ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"],
-        ["--calculate-per-token-loss"],
-        id="token_mean by the host",
-    ),
-    pytest.param(["--loss-aggregation", "prompt_mean", "--route", "custom_loss"], [CUSTOM_LOSS, GUARD, REWARD], id="our loss"),
-    pytest.param(
-        ["--policy-loss", "gspo", "--route", "custom_loss"],
-        [CUSTOM_LOSS, GUARD, "--eps-clip 0.0003 --eps-clip-high 0.0004"],
-        id="a loss with a clip: the host's flags always have one",
-    ),
-    pytest.param(
-        ["--policy-loss", "gspo", "--clip-ratio-low", "1e-3", "--route", "custom_loss"],
-        [CUSTOM_LOSS, GUARD, "--eps-clip 0.001 --eps-clip-high 0.0004"],
-        id="a clip of one's own",
-    ),
-    pytest.param(["--policy-loss", "reinforce", "--route", "custom_loss"], [CUSTOM_LOSS, GUARD], id="a loss without a clip"),
-    pytest.param([], [], id="sample_mean"),
-    pytest.param(DR_GRPO, [], id="constant"),
-]
+BY_REDUCER = " ".join(REDUCER)
+BY_OUR_LOSS = [CUSTOM_LOSS, GUARD]
+# What is asked for, and the lines that it needs beside the file and the init hook.
+LINES = {
+    "": [BY_REDUCER],
+    "--loss-aggregation constant --loss-aggregation-divisor 8192": [BY_REDUCER],
+    "--loss-aggregation prompt_mean": [BY_REDUCER, REWARD],
+    "--loss-aggregation token_mean": [BY_REDUCER, REWARD],
+    "--loss-aggregation token_mean --calculate-per-token-loss": [BY_REDUCER, "--calculate-per-token-loss"],
+    "--loss-aggregation prompt_mean --route custom_loss": [*BY_OUR_LOSS, REWARD],
+    # The host's flags always have a clip.
+    "--policy-loss gspo --route custom_loss": [*BY_OUR_LOSS, "--eps-clip 0.0003 --eps-clip-high 0.0004"],
+    "--policy-loss gspo --clip-ratio-low 1e-3 --route custom_loss": [*BY_OUR_LOSS, "--eps-clip 0.001 --eps-clip-high 0.0004"],
+    "--policy-loss reinforce --route custom_loss": BY_OUR_LOSS,
+}
 
 
-@pytest.mark.parametrize(("arguments", "expected"), LINES)
-def test_the_lines_are_those_that_the_setting_needs(launch_config, arguments, expected):
-    _, _, error = launch_config(*arguments)
-    reducer = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
-    always = ["--custom-config-path megatron_rl.yaml", "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"]
-    assert lines_of(error) == [*always, *([] if CUSTOM_LOSS in expected else [reducer]), *expected]
+@pytest.mark.parametrize("asked", LINES)
+def test_the_lines_are_those_that_the_setting_needs(asked, capsys):
+    assert main(["launch-config", *asked.split()]) == 0
+    said = capsys.readouterr().err.partition("add to the launch line:\n")[2]
+    always = ["--custom-config-path megatron_rl.yaml", " ".join(INIT)]
+    assert [line.strip().removesuffix(" \\") for line in said.splitlines()] == [*always, *LINES[asked]]
+
+
+# What is asked for, the exit code, what standard error says.
+SAID = {
+    "--loss-aggregation constant": (2, "needs --loss-aggregation-divisor"),
+    "--policy-loss gspo": (2, "works on custom_loss, megatron_lm, train"),
+    "--policy-loss gspo --route custom_loss --clip-ratio-low 0.2": (0, "will hardly ever clip"),
+}
+
+
+@pytest.mark.parametrize("asked", SAID)
+def test_what_validation_says_goes_to_standard_error_and_a_refused_setting_is_not_printed(asked, capsys):
+    code, message = SAID[asked]
+    assert main(["launch-config", *asked.split()]) == code
+    out, error = capsys.readouterr()
+    assert message in error and message not in out and bool(out) == (code == 0)
 
 
 SETTINGS = {
@@ -265,17 +248,3 @@ def test_a_parser_of_yaml_reads_back_each_value_with_its_type():
     read = yaml.safe_load(yaml_text(SETTINGS))
     assert read == SETTINGS
     assert {name: type(value) for name, value in read.items()} == {name: type(value) for name, value in SETTINGS.items()}
-
-
-GSPO_OF_LOSS = ["--route", "custom_loss", "--policy-loss", "gspo"]
-SAID = [
-    pytest.param(DR_GRPO[:2], 2, "needs --loss-aggregation-divisor", id="no divisor"),
-    pytest.param(GSPO_OF_LOSS[2:], 2, "works on custom_loss, megatron_lm, train", id="a flag that the reducer never sees"),
-    pytest.param([*GSPO_OF_LOSS, "--clip-ratio-low", "0.2"], 0, "will hardly ever clip", id="a warning"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "code", "message"), SAID)
-def test_what_validation_says_goes_to_standard_error_and_a_refused_setting_is_not_printed(launch_config, arguments, code, message):
-    found, out, error = launch_config(*arguments)
-    assert found == code and message in error and message not in out and bool(out) == (code == 0)

@@ -12,6 +12,7 @@ import math
 import random
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 from host_harness import load_checkout, own_train_data, roots_by_environment, silent_logging
@@ -20,6 +21,7 @@ from launch_settings import REDUCER, REWARD, RolloutSample, launch
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.rewards import reward_post_process
+from megatron_rl.testing import oracle
 from megatron_rl.testing.ranks import RankPool
 
 DIVISOR = 8
@@ -230,76 +232,54 @@ def in_checkout(rank: int, host: str, root: str, function, args: tuple):
         return function(host, *args)
 
 
-def real_samples(host: str, groups: dict[int, list[int]], *, seed: int = 0) -> list:
+def real_samples(host: str, groups: dict[int, list[int]]) -> list:
     """The host's own Samples: `groups` has the number of segments of each rollout of a prompt. One is removed, one masked."""
-    kind, numbers = importlib.import_module(f"{host}.utils.types").Sample, random.Random(seed)
-    samples, rollout = [], 0
-    for prompt, rollouts in groups.items():
-        for num_segments in rollouts:
-            rollout, reward = rollout + 1, numbers.gauss(0, 1)
-            for _ in range(num_segments):
-                length = numbers.randrange(1, 9)
-                mask = [1, *(numbers.randrange(2) for _ in range(length - 1))]
-                sample = kind(
-                    group_index=prompt, index=len(samples), response_length=length, reward=reward, tokens=[1] * (length + 3)
-                )
-                sample.loss_mask, sample.rollout_id = mask, rollout if any(n > 1 for g in groups.values() for n in g) else None
-                samples.append(sample)
+    kind, numbers = importlib.import_module(f"{host}.utils.types").Sample, random.Random(0)
+    rollouts = [(prompt, size) for prompt, sizes in groups.items() for size in sizes]
+    has_segments, samples = any(size > 1 for _, size in rollouts), []
+    for rollout, (prompt, size) in enumerate(rollouts):
+        reward = numbers.gauss(0, 1)
+        for _ in range(size):
+            mask = [1, *(numbers.randrange(2) for _ in range(numbers.randrange(8)))]
+            tokens = {"tokens": [1] * (len(mask) + 3), "response_length": len(mask), "loss_mask": mask}
+            samples.append(kind(group_index=prompt, index=len(samples), reward=reward, **tokens))
+            samples[-1].rollout_id = rollout if has_segments else None
     samples[1].remove_sample = True
     samples[2].loss_mask = [0] * samples[2].response_length
     samples[-1].loss_mask = None
     return samples
 
 
-def token_weights(host: str, args: Namespace, samples: list, metadata: dict | None = None) -> list[float | None]:
-    """What a token of each sample weighs in its step, by the host's schedule and its 1/N, 1/M_roll; None where it is dropped."""
-    args.rewards_normalization = False
+def token_weights(host: str, mode: str, samples: list, metadata: dict, **options) -> tuple[list, list]:
+    """What a token of each sample weighs in its step, by the host's schedule and its 1/N, 1/M_roll, and by the oracle."""
     for sample in samples:
         sample.reward = 1.0  # the processed reward is then the weight
+    args = launch(host, MODES[mode], **SCHEDULE | options | {"rewards_normalization": False})
     data = own_train_data(host, args, samples, metadata)
     schedule = importlib.import_module(f"{host}.utils.dp_schedule").build_dp_schedule
-    parallel = dict(dp_size=1, cp_size=1, vpp_size=1, microbatch_group_size_per_vp_stage=1)
     (partition,), (micro_batches,), num_micro_batches, num_rollouts = schedule(
         args,
-        parallel,
+        dict(dp_size=1, cp_size=1, vpp_size=1, microbatch_group_size_per_vp_stage=1),
         [len(tokens) for tokens in data["tokens"]],
         global_batch_size=data.get("dynamic_global_batch_size", args.global_batch_size),
         rollout_indices=data["rollout_ids"],
     )
-    found, start = [None] * len(samples), 0
+    found, expected, batches = [], [], iter(micro_batches)
     for num_batches, n in zip(num_micro_batches, num_rollouts, strict=True):
-        for row in (row for batch in micro_batches[start : start + num_batches] for row in batch):
-            i = partition[row]
-            has_tokens = any(data["loss_masks"][i])
-            found[i] = data["rewards"][i] / n / max(data["rollout_mask_sums"][i], 1) if has_tokens else 0.0
-        start += num_batches
-    return found
+        rows = [partition[row] for _ in range(num_batches) for row in next(batches)]
+        counts = [sum(data["loss_masks"][i]) for i in rows]
+        step = [SimpleNamespace(prompt=samples[i].group_index, rollout_id=data["rollout_ids"][i]) for i in rows]
+        expected += oracle.token_weights(step, counts, oracle.DenseSettings(aggregation=mode, divisor=DIVISOR))
+        sums = [data["rollout_mask_sums"][i] for i in rows]
+        found += [data["rewards"][i] / n / rollout if count else 0.0 for i, rollout, count in zip(rows, sums, counts, strict=True)]
+    return found, expected
 
 
-def expected_weights(samples: list, mode: str, step_of_prompt) -> list[float]:
-    """The aggregation's own weight, by loops, over the samples that share a step."""
-    masks = [[0] * s.response_length if s.remove_sample else s.loss_mask or [1] * s.response_length for s in samples]
-    found = []
-    for sample, mask in zip(samples, masks, strict=True):
-        same = step_of_prompt(sample.group_index)
-        step = [(s, sum(m)) for s, m in zip(samples, masks, strict=True) if step_of_prompt(s.group_index) == same]
-        rollouts = {s.rollout_id if s.rollout_id is not None else ("row", s.index) for s, _ in step}
-        divisor = {
-            "prompt_mean": len({s.group_index for s, _ in step}) * sum(n for s, n in step if s.group_index == sample.group_index),
-            "token_mean": sum(n for _, n in step),
-            "constant": DIVISOR * len(rollouts),
-        }[mode]
-        found.append(1 / divisor if any(mask) else 0.0)
-    return found
-
-
-def rewards_of(host: str, mode: str, groups: dict, steps: int) -> tuple[list, list]:
-    options = dict(SCHEDULE, global_batch_size=sum(map(len, groups.values())) // steps)
+def weights_of_steps(host: str, mode: str, groups: dict, steps: int) -> tuple[list, list]:
+    options = {"global_batch_size": sum(map(len, groups.values())) // steps}
     if groups == RAGGED:
-        options.update(samples_per_prompt=3, allow_partial_prompt_groups=True, rollout_batch_size=3)
-    samples = real_samples(host, groups)
-    expected = expected_weights(samples, mode, lambda prompt: list(groups).index(prompt) * steps // len(groups))
-    return token_weights(host, launch(host, MODES[mode], **options), samples), expected
+        options |= {"samples_per_prompt": 3, "allow_partial_prompt_groups": True, "rollout_batch_size": 3}
+    return token_weights(host, mode, real_samples(host, groups), {}, **options)
 
 
 @pytest.mark.host
@@ -314,8 +294,8 @@ def rewards_of(host: str, mode: str, groups: dict, steps: int) -> tuple[list, li
     ],
 )
 def test_rewards_weight_samples_as_the_hosts_schedule_and_denominators_need(checkout, mode, groups, steps):
-    found, expected = checkout(rewards_of, mode, groups, steps)
-    assert found == pytest.approx(expected, rel=1e-6)
+    found, expected = checkout(weights_of_steps, mode, groups, steps)
+    assert len(found) == sum(map(sum, groups.values())) and found == pytest.approx(expected, rel=1e-6)
 
 
 def weighted_and_own_rewards(host: str, by_deviation: bool) -> tuple[list, list]:
@@ -337,19 +317,17 @@ def test_normalised_rewards_are_the_hosts_own(checkout, by_deviation):
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def trimmed(host: str) -> tuple[int, list, list]:
-    options = dict(SCHEDULE, global_batch_size=99, use_dynamic_global_batch_size=True)
-    args = launch(host, MODES["token_mean"], **options)
+def trimmed(host: str) -> tuple[list, list]:
+    options = {"global_batch_size": 99, "use_dynamic_global_batch_size": True}
     post = importlib.import_module("miles.ray.rollout.rollout_data_conversion").postprocess_rollout_data
-    kept, metadata = post(args, real_samples(host, {3: [1, 1, 1], 4: [1, 1, 1], 5: [1]}), {"dp_size": 2})
-    expected = expected_weights(kept, "token_mean", lambda prompt: 0)
-    return len(kept), token_weights(host, args, kept, metadata), expected
+    samples = real_samples(host, {3: [1, 1, 1], 4: [1, 1, 1], 5: [1]})
+    kept, metadata = post(launch(host, "", **SCHEDULE | options), samples, {"dp_size": 2})
+    return token_weights(host, "token_mean", kept, metadata, **options)
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("checkout", ["miles"], indirect=True)
 def test_a_dynamic_global_batch_of_miles_is_what_the_hook_takes_it_for(checkout):
     """FB-07: miles trims to a multiple of dp, calls the hook, and makes one step whose N is the number of samples left."""
-    num_kept, found, expected = checkout(trimmed)
-    assert num_kept == 6
-    assert found == pytest.approx(expected, rel=1e-6)
+    found, expected = checkout(trimmed)
+    assert len(found) == 6 and found == pytest.approx(expected, rel=1e-6)
