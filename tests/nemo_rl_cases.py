@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +36,10 @@ def master_config(loss_fn: Mapping[str, Any], *, samples: int = 16, top_p: float
     return SimpleNamespace(loss_fn=loss_fn, policy=policy, grpo=SimpleNamespace(**(sizes | grpo)))
 
 
-class LossType(enum.Enum):
-    TOKEN_LEVEL = "token_level"
-
-
 class OwnLoss:
     """What ours uses of NeMo-RL's ClippedPGLossFn: attributes, the KL (k3, a mean over tokens), a metric."""
 
-    input_type, loss_type = "logprob", LossType.TOKEN_LEVEL
+    input_type, loss_type = "logprob", "token_level"
 
     def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False):
         self.use_fused_linear_logprobs = use_fused_linear_logprobs

@@ -38,7 +38,6 @@ class ActorConfig:
     """verl's actor config, as far as a loss reads it: attributes, and `get`."""
 
     policy_loss: dict = field(default_factory=dict)
-    clip_ratio: float = 0.2
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float = 3.0
