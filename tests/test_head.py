@@ -179,6 +179,7 @@ def test_what_the_host_reads_together_is_what_was_there():
 # A torch without a form: the product is made in blocks
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 def test_a_sum_that_addmm_cannot_make_is_made_in_blocks(monkeypatch):
     """Of the weight gradient's size there would be a second one: 2 GiB at V = 128k and H = 4096."""
     widths = []

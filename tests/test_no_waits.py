@@ -233,7 +233,7 @@ def run_head(kind: str, case: HeadBatch, rows: int, facts_on: str, *, in_main_gr
 )
 def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(kind, lengths, rows, has_kl, num_waits, facts_on):
     """In plan scale-last once a document."""
-    case = head_batch(lengths, "none masked")
+    case = head_batch(lengths)
     case = replace(case, batch=replace(case.batch, loss_mask=torch.ones_like(case.batch.loss_mask)))
     found = run_head(kind, case, rows, facts_on, has_kl=has_kl, in_main_grad=facts_on == "cpu")
     assert found == ([HOST_FACTS] * (facts_on == "cuda") + [KEPT_ROWS] * num_waits, [])
@@ -242,7 +242,7 @@ def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(kind
 @pytest.mark.parametrize("sets_on", ["cpu", "cuda"])
 def test_sets_of_kept_ids_wait_for_nothing_but_sets_on_the_device(sets_on):
     """In torch the weight's gradient counts the ids of a chunk; the kernel does not (test_kernel_code.py)."""
-    case = head_batch([9, 7], "none masked")
+    case = head_batch([9, 7])
     sizes = (1, 2, 3, 15, 16)
     kept = [[(int(label) + i) % 16 for i in range(sizes[t % 5])] for t, label in enumerate(case.batch.labels)]
     support = SamplingSupport.from_lists(kept)

@@ -89,19 +89,14 @@ class Case:
 def test_scores_and_gradients_are_those_of_the_kept_columns_alone(backend, dtype, width):
     """NaN in masked and padded rows says that nothing else was read. A set of one id scores exactly 0, without a gradient."""
     case = Case(dtype, width)
-    found, wanted = case.run(backend), case.truth()
+    found, again, wanted = case.run(backend), case.run(backend), case.truth()
+    assert all(torch.equal(again[name].nan_to_num(), tensor.nan_to_num()) for name, tensor in found.items()), "two runs agree"
     for name, tensor in found.items():
         tolerance = TOLERANCES[dtype] if name == "of_hidden" else TOLERANCES[working_dtype(case.hidden)]
         largest = float(wanted[name].nan_to_num().abs().max())
         assert torch.allclose(tensor.double(), wanted[name], rtol=0, atol=tolerance * largest, equal_nan=True), name
     assert found["log_probs"][1] == 0
     assert not found["of_hidden"][[*IDLE, 1]].any() and (found["of_weight"][VOCAB_SIZE] == 1).all()
-
-
-@pytest.mark.parametrize(("backend", "dtype"), CASES)
-def test_two_runs_agree_in_each_bit(backend, dtype):
-    first, second = (Case(dtype, 40).run(backend) for _ in range(2))
-    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
 
 
 @pytest.mark.parametrize("max_bytes", [1, 3 * 40 * 8 * 9])
