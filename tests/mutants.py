@@ -116,7 +116,7 @@ JUDGES = {
     "validation/own_functions.py": "declare own",
     "train/trainer.py": "forward_step | accumulation train_loop checkpoints train_command",
     "train/collection.py": "tasks | train_loop accumulation train_command",
-    "train/rollouts.py": "rollouts | accumulation train_loop",
+    "train/rollouts.py": "rollouts | train_loop",
     "train/checkpoints.py": "checkpoints | checkpoints expert_layouts",
     "train/generation.py": "generation | generation",
     "train/hf_": "hf",

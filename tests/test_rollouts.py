@@ -26,6 +26,7 @@ from megatron_rl.train.rollouts import (
     group_advantages,
     mean_reward,
     partition,
+    share_without_signal,
     split_into_steps,
 )
 
@@ -75,6 +76,13 @@ def test_advantages_of_each_group_follow_the_textbook(pairs):
             assert advantages[place] == pytest.approx(centred / (statistics.stdev(group) + 1e-6), rel=1e-6, abs=1e-7)
             # Dr. GRPO does not divide.
             assert of_dr_grpo[place] == pytest.approx(centred, rel=1e-6, abs=1e-7)
+
+
+def test_the_share_of_groups_without_signal_by_hand():
+    """Of three groups one has no advantage at all."""
+    pairs = [("p", 0.0), ("p", 0.0), ("q", 0.0), ("q", 1.0), ("r", 0.0), ("r", -1.0)]
+    samples = [make_sample(index, name, advantage=value) for index, (name, value) in enumerate(pairs)]
+    assert share_without_signal(samples) == pytest.approx(1 / 3)
 
 
 def test_a_step_has_samples_of_each_data_parallel_rank():
