@@ -4,12 +4,15 @@ MEGATRON_LM_ROOT=... pytest -m host --require host tests/test_train_rl.py runs t
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import builtins
 import contextlib
 import copy
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,56 +200,31 @@ def test_rows_of_unknown_rollouts_and_of_unknown_number_are_refused():
         taken.see_rows([(groups[0][0], 0), (groups[0][1], 0)], 5)
 
 
-class _Source(dict):
-    """The names of rl_utils.py as it stands, and a mock for each name that it imports."""
-
-    def __missing__(self, name: str):
-        if hasattr(builtins, name):
-            return getattr(builtins, name)
-        self[name] = mock.MagicMock(name=name)
-        return self[name]
-
-
 @contextlib.contextmanager
 def checkout_utils() -> Iterator[ModuleType]:
-    """rl_utils.py of the checkout: its functions run, imports are mocks, and the packing ends the preparation."""
-    import ast
-
-    path = Path(os.environ["MEGATRON_LM_ROOT"]) / "megatron" / "rl" / "rl_utils.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants = [n for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id.startswith("PAD_")]
-    tree.body = [ast.parse("from __future__ import annotations").body[0]]
-    for node in constants + [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]:
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list = []
-        tree.body.append(node)
-    names = _Source(__name__="megatron.rl.rl_utils", torch=torch, copy=copy, math=math, TokenRollout=TokenRollout)
-    names |= {name: type(name, (), {}) for name in ("_HuggingFaceTokenizer", "CustomTikTokenizer")}  # types asked for in 0.16
-    exec(compile(tree, str(path), "exec"), names)
-    names["Counter"] = __import__("collections").Counter
-    names["nullcontext"] = contextlib.nullcontext
-
-    class Utils(ModuleType):
-        def __getattr__(self, name):
-            if name not in names:
-                raise AttributeError(name)
-            return names[name]
-
-        def __setattr__(self, name, value):
-            names[name] = value
-
+    """rl_utils.py of the checkout: its functions run, what it imports is mocks, and the packing ends the preparation."""
+    path, found = Path(os.environ["MEGATRON_LM_ROOT"]) / "megatron" / "rl" / "rl_utils.py", ModuleType("megatron.rl.rl_utils")
+    found.source = path.read_text(encoding="utf-8")
+    tree = ast.parse(found.source)
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) or is_constant(node)]
+    for node in tree.body:
+        node.decorator_list = []
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - vars(builtins).keys()
+    known = (torch, copy, math, TokenRollout, Counter, contextlib.nullcontext)
+    vars(found).update({name: mock.MagicMock(name=name) for name in used} | {one.__name__: one for one in known})
+    for name in ("_HuggingFaceTokenizer", "CustomTikTokenizer"):  # types asked for in 0.16
+        setattr(found, name, type(name, (), {}))
+    exec(compile(tree, str(path), "exec", flags=__future__.annotations.compiler_flag), vars(found))
     with mock.patch.object(torch.Tensor, "cuda", lambda self: self):
-        yield Utils("megatron.rl.rl_utils")
+        yield found
+
+
+def is_constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("PAD_")
 
 
 class _Packed(Exception):
     pass
-
-
-def num_turns_of(groups, *, is_flat: bool) -> list:
-    """As RolloutStats holds them: a list of the step's rollouts in 0.16, a list of each group since 0.17."""
-    turns = [[len(rollout.trajectory) for rollout in group] for group in groups]
-    return sum(turns, []) if is_flat else turns
 
 
 @pytest.mark.host("MEGATRON_LM_ROOT")
@@ -255,16 +233,20 @@ def num_turns_of(groups, *, is_flat: bool) -> list:
 def test_each_row_of_a_checkout_has_the_prompt_of_its_rollout(num_ranks, has_turns):
     """prepare_data_for_update of the checkout, to its packing; up to 0.18 rollouts of several turns need one rank."""
     with checkout_utils() as found:
-        source = (Path(os.environ["MEGATRON_LM_ROOT"]) / "megatron" / "rl" / "rl_utils.py").read_text(encoding="utf-8")
         arguments = SimpleNamespace(
             bf16=False, fp16=False, seq_length=WIDTH, global_batch_size=6, grpo_prompts_per_step=3, grpo_group_size=2,
             micro_batch_size=1, cuda_graph_impl="none", rl_skip_bos_token=True, rl_sequence_packing_max_sequences_per_bin=4,
             rl_sequence_packing_algo="fifo", rl_training_cuda_graphs=False,
         )  # fmt: skip
         found.get_args = lambda: arguments
-        found.compute_group_stats = lambda rollouts, *others: SimpleNamespace(
-            advantages=[0.0] * 12, num_turns=num_turns_of(rollouts, is_flat="num_turns: list[int]" in source)
-        )
+
+        def compute_group_stats(rollouts, *others):
+            """RolloutStats holds a list of the step's rollouts in 0.16, a list of each group since 0.17."""
+            turns = [[len(rollout.trajectory) for rollout in group] for group in rollouts]
+            is_flat = "num_turns: list[int]" in found.source
+            return SimpleNamespace(advantages=[0.0] * 12, num_turns=sum(turns, []) if is_flat else turns)
+
+        found.compute_group_stats = compute_group_stats
         found.pack_all_trajectories = mock.Mock(side_effect=_Packed)
         tokenizer = SimpleNamespace(library="other", pad=PAD, eod=END, bos=None, vocab_size=100, detokenize=str)
 
