@@ -222,7 +222,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("clip_ratio_high", -0.1, math.nan, "0.1", True, [0.1], 1e300),
         *each("kl_coefficient", -0.1, math.nan, math.inf, "0.1", True, [0.1], 1e300, None, 0.1),
         *each("entropy_coefficient", -0.1, math.inf, "0.1", 0.1),
-        *each("kl_estimator", "k4"),
+        *each("kl_estimator", "k4", 3),
         *each("temperature", 0.0, "1", None, 1e-40, ONES),
         *each("metrics", "all", ["basic"]),
         *each("inplace", "no"),
@@ -318,7 +318,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("rollout_log_probs", torch.zeros(3, dtype=INT64), torch.zeros(4), torch.full((3,), math.nan)),
         *each("loss_mask", torch.full((3,), 0.5), torch.tensor([1, 2, 0])),
         *({name: torch.zeros(3, 1)} for name in VECTORS),  # FB-116: a column against a row gives a matrix with a finite mean
-        *each("kind", "ticepop", "mask"),
+        *each("kind", "ticepop", "mask", 3),
         {"kind": "tis", "level": "sample"},
         *({"kind": "tis", "high": value} for value in (-1.0, math.inf, 0.0, 1e9)),
         {"kind": "icepop", "low": "a"},

@@ -62,6 +62,8 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it(own_loss
     assert get_loss_aggregation("megatron_rl.weights.token_mean") is get_loss_aggregation("token_mean")
     assert get_policy_loss("own_losses.heeding") is get_policy_loss("own_heeding")
     assert {"own_losses.heeding", "own_heeding"} <= set(policy_loss_names())
+    with pytest.raises(ConfigError, match="KL estimator 3 must be a name"):  # from a YAML file, as a host reads it
+        KL_ESTIMATORS[3]
 
 
 def test_what_is_run_again_is_declared_anew_and_nobody_takes_the_name_of_another_module():
