@@ -270,7 +270,10 @@ ALLOWED_LAUNCHES = [
     {**REDUCED, "samples_per_prompt": "4", "n_samples_per_prompt": 4},
     *({**OUR_LOSS, "qkv_format": "bshd", "context_parallel_size": 2}, {**REDUCED, "multi_lora": True}),
     *({**CONSTANT, **REDUCER, **others} for others in ({"multi_lora": True}, {"indep_dp": True}, CUSTOM_TIS)),
-    *({**REDUCED, **MIS_MEAN, "tis_batch_normalize": False}, {**BY_TOKENS, **CUSTOM_TIS, "use_tis": False}),
+    *(
+        *({**REDUCED, **MIS_MEAN, **off} for off in ({"tis_batch_normalize": False}, {"use_tis": False})),
+        {**BY_TOKENS, **CUSTOM_TIS, "use_tis": False},
+    ),
     *(BY_TOKENS, BY_REWARD, {**BY_REWARD, **REDUCER}, {**TOKEN_MEAN, **REWARD, **ONE_STEP, **REDUCER}),
     {**PROMPT_MEAN, **REWARD, **TWO_STEPS, **MILES, "use_tis": True, "custom_tis_function_path": ICEPOP_OF["miles"]},
     {**BY_REWARD, "advantage_estimator": "cispo", "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1},

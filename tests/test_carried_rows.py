@@ -150,7 +150,8 @@ def test_a_row_has_the_numbers_that_it_has_alone_whatever_temperatures_are_besid
     for one in set(temperature.tolist()):
         rows = (temperature == one).nonzero()[:, 0]
         alone = hidden[rows].requires_grad_()
-        mine = log_probs.log_probs_of_hidden(alone, weight, labels[rows], SINGLE, temperature=one, reduces_hidden=True)
+        of_samples = torch.full((3,), one)  # of a batch of samples
+        mine = log_probs.log_probs_of_hidden(alone, weight, labels[rows], SINGLE, temperature=of_samples, reduces_hidden=True)
         sum(values.sum() for values in mine).backward()
         assert all(torch.equal(values[rows], other) for values, other in zip(found, mine, strict=True))
         assert torch.equal(leaf.grad[rows], alone.grad)

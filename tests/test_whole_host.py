@@ -44,6 +44,7 @@ DIVISOR, KEPT = 16, "with_kept_ids"
 # the others our command is up to 5e-5 from itself in other micro-batches.
 SEED = 7
 LIMIT = 1e-5
+OF_ONE_STEP = 5e-5  # a rollout in one step has such an entry with this seed too
 CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03)}
 # Of our own alone: miles has no estimator of this name.
 OUR_CLIPS = {"cispo": (0.2, 0.28)}
@@ -76,7 +77,7 @@ OF_HOST = f"""
     --transformer-impl local --spec whole_host layer_spec --no-rope-fusion --no-masked-softmax-fusion --no-persist-layer-norm
     --no-gradient-accumulation-fusion --distributed-backend gloo --data-pad-size-multiplier 4
     --actor-num-nodes 1 --actor-num-gpus-per-node 2 --num-gpus-per-node 2 --hf-checkpoint unused --debug-train-only
-    --rollout-batch-size {PROMPTS} --n-samples-per-prompt {GROUP_SIZE} --num-steps-per-rollout {STEPS} --num-rollout {ROLLOUTS}
+    --rollout-batch-size {PROMPTS} --n-samples-per-prompt {GROUP_SIZE} --num-rollout {ROLLOUTS}
     --micro-batch-size 2 --disable-rollout-global-dataset
 """
 
@@ -87,9 +88,11 @@ class WholeCase:
     loss: str
     aggregation: str
     has_sets: bool = False
+    num_steps: int = STEPS  # of a rollout; one goes without the forward for old log-probabilities
 
     def __str__(self) -> str:
-        return f"{self.door} {self.loss} {self.aggregation}{' of kept ids' * self.has_sets}"
+        skipped = " without old log-probs" * (self.num_steps == 1)
+        return f"{self.door} {self.loss} {self.aggregation}{' of kept ids' * self.has_sets}{skipped}"
 
     @property
     def aggregation_flags(self) -> str:
@@ -111,6 +114,7 @@ class WholeCase:
         words += f" --custom-config-path {folder}/fp32.yaml"
         if self.door != "stock":
             words += f" {self.aggregation_flags} {INIT_HOOK}"
+        words += f" --num-steps-per-rollout {self.num_steps}" + " --skip-old-log-probs" * (self.num_steps == 1)
         words += " --rollout-top-p 0.9 --sampling-support replay" * self.has_sets
         words += {"prompt_mean": f" {REWARD_HOOK}", "token_mean": " --calculate-per-token-loss"}.get(self.aggregation, "")
         return words.split()
@@ -118,9 +122,10 @@ class WholeCase:
     def of_train(self, folder: Path) -> list[str]:
         low, high = (CLIPS | OUR_CLIPS)[self.loss]
         return f"""
-            {MODEL} --vocab-size {VOCABULARY} --rollouts {folder}/{self.data}.jsonl --steps-per-rollout {STEPS} --no-bf16
+            {MODEL} --vocab-size {VOCABULARY} --rollouts {folder}/{self.data}.jsonl --steps-per-rollout {self.num_steps} --no-bf16
             --policy-loss {self.loss} --clip-ratio-low {low} --clip-ratio-high {high} --samples-per-prompt {GROUP_SIZE}
-            --output-dir {folder}/{self.loss}-{self.aggregation}-{self.has_sets} --no-tensorboard {self.aggregation_flags}
+            --output-dir {folder}/{self.loss}-{self.aggregation}-{self.has_sets}-{self.num_steps} --no-tensorboard
+            {self.aggregation_flags}
         """.split()
 
 
@@ -140,6 +145,27 @@ ROWS += [
     for layout in ("dp2 in dynamic batches", "tp2 with sp")
     for case in (WholeCase("reducer", "grpo", "constant"), WholeCase("custom_loss", "gspo", "prompt_mean"))
 ]
+# Without the forward: it comes from the weights of the step.
+ROWS += [
+    (layout, WholeCase(door, loss, "sample_mean", num_steps=1))
+    for layout, door, loss in (
+        ("dp2", "custom_loss", "grpo"),
+        ("cp2", "custom_loss", "gspo"),
+        ("pp2", "custom_loss", "cispo"),
+        ("tp2 with sp", "fused", "grpo"),
+    )
+]
+# Over the kept ids that slime carries from its dump to its optimiser.
+SETS = [
+    (layout, WholeCase(door, loss, "sample_mean", has_sets=True))
+    for layout, door, loss in (
+        ("dp2", "custom_loss", "grpo"),
+        ("cp2", "custom_loss", "gspo"),
+        ("tp2", "custom_loss", "cispo"),
+        ("tp2 with sp", "fused", "gspo"),
+    )
+]
+HOSTS = sorted(ROOTS) or ["slime"]
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +178,13 @@ def recorded(tmp_path_factory) -> Path:
     for data in ("with_masked_sample", "without_masked_sample", KEPT):
         (folder / data).mkdir()
         numbers = random.Random(SEED)
-        for rollout in range(ROLLOUTS + 1):  # the last one for the hosts alone
+        for rollout in range(ROLLOUTS):
             groups = range(rollout * PROMPTS, (rollout + 1) * PROMPTS)
             records = [record for group in groups for record in group_of(numbers, group, data != "without_masked_sample")]
             if data == KEPT:
                 records = list(map(with_sets, records))
             torch.save({"rollout_id": rollout, "samples": records}, folder / data / f"{rollout}.pt")
-            if rollout < ROLLOUTS:
-                save_rollouts(folder / f"{data}.jsonl", RolloutBatch(samples=samples_of(records), rollout_index=rollout))
+            save_rollouts(folder / f"{data}.jsonl", RolloutBatch(samples=samples_of(records), rollout_index=rollout))
     return folder
 
 
@@ -211,7 +236,7 @@ def samples_of(records: list[dict]) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def trained(recorded):
-    """(loss, aggregation, whether it has sets) -> trained_by_command of its case."""
+    """(loss, aggregation, whether it has sets, steps of a rollout) -> trained_by_command of its case."""
     return functools.cache(lambda *case: trained_by_command(WholeCase("", *case).of_train(recorded)))
 
 
@@ -256,73 +281,36 @@ def difference_of(of_ranks: list[dict], first: dict, last: dict) -> float:
     return trainer_cases.relative_difference(moved, expected)
 
 
-@pytest.mark.parametrize(("layout", "case"), ROWS, ids=str)
-@pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
+@pytest.mark.parametrize(
+    ("host", "layout", "case"), [(host, *row) for host in HOSTS for row in ROWS + SETS * (host == "slime")], ids=str
+)
 def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, case):
-    """Adam hides the scale of a gradient, so the norm that the host reports before it clips is compared too, step by step."""
+    """Adam hides the scale of a gradient, so the norm that the host reports before it clips is compared too, step by step.
+
+    In the first step of a rollout old log-probabilities, which slime measures over the sets, are the loss's own: each log-ratio is
+    0. Over the whole vocabulary it would be that of the kept mass."""
     words = [*case.of_host(recorded), *LAYOUTS[layout].split()]
     runs = trained_by_host(host, words)
-    first, last, norms = trained(case.loss, case.aggregation, case.has_sets)
+    first, last, norms = trained(case.loss, case.aggregation, case.has_sets, case.num_steps)
     difference = difference_of([run.weights for run in runs], first, last)
     (steps,) = (run.steps for run in runs if run.steps)
     of_norms = max(abs(step["train/grad_norm"] / norm - 1) for step, norm in zip(steps, norms, strict=True))
     print(f"difference of the parameters {difference:.1e}, of a gradient norm {of_norms:.1e}")
-    assert len(norms) == STEPS * ROLLOUTS
+    assert len(norms) == case.num_steps * ROLLOUTS
     assert of_norms < LIMIT, (steps, norms)
-    assert difference < LIMIT
+    assert difference < (LIMIT if case.num_steps == STEPS else OF_ONE_STEP)
     if case.has_sets:
         assert max(abs(step["train/ppo_kl"]) for step in steps[::STEPS]) < 1e-6
+    if case.num_steps == 1:
+        assert [run.num_measured for run in runs] == [0, 0]
+        assert all(step["train/ppo_kl"] == 0 and step["train/pg_clipfrac"] == 0 for step in steps)
     # Of the logits, or of a chunk of them; also where old log-probabilities are measured.
     columns = VOCABULARY // (2 if "tp2" in layout else 1)
     most_rows = max(run.rows_of_products.get(columns, 0) for run in runs)
     assert (most_rows <= 16) == case.door.startswith("fused"), most_rows
 
 
-@pytest.mark.parametrize(
-    ("layout", "door", "loss"),
-    [
-        ("dp2", "custom_loss", "grpo"),
-        ("cp2", "custom_loss", "gspo"),
-        ("tp2", "custom_loss", "cispo"),
-        ("tp2 with sp", "fused", "gspo"),
-    ],
-)
-def test_a_host_trains_over_the_kept_ids_that_it_carries(recorded, trained, layout, door, loss):
-    """slime, from its dump to its optimiser. In the first step of a rollout the old log-probabilities, which it measures over the
-    sets, are the loss's own: each log-ratio is 0. Over the whole vocabulary it would be that of the kept mass."""
-    case = WholeCase(door, loss, "sample_mean", has_sets=True)
-    test_a_host_trains_what_our_command_trains(recorded, trained, "slime", layout, case)
-
-
-@pytest.mark.parametrize(
-    ("layout", "door", "loss"),
-    [
-        pytest.param("dp2", "custom_loss", "grpo", id="dp2"),
-        pytest.param("cp2", "custom_loss", "gspo", id="cp2"),
-        pytest.param("pp2", "custom_loss", "cispo", id="pp2"),
-        pytest.param("tp2 with sp", "fused", "grpo", id="tp2 with sp, fused"),
-    ],
-)
-@pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
-def test_a_host_without_the_forward_for_old_log_probs_trains_the_same(recorded, host, layout, door, loss):
-    """Three rollouts of one step each. The forward comes from the same weights, so its numbers are the step's own to rounding."""
-    words = [*WholeCase(door, loss, "sample_mean").of_host(recorded), *LAYOUTS[layout].split()]
-    for flag, value in {"--num-steps-per-rollout": "1", "--num-rollout": "3"}.items():
-        words[words.index(flag) + 1] = value
-    measured, skipped = (trained_by_host(host, given) for given in (words, [*words, "--skip-old-log-probs"]))
-    assert [run.num_measured for run in measured] == [3, 3] and [run.num_measured for run in skipped] == [0, 0]
-    weights = [trainer_cases.whole([run.weights for run in runs], VOCABULARY) for runs in (measured, skipped)]
-    difference = trainer_cases.relative_difference(weights[1], weights[0])
-    (with_it,), (without,) = ([run.steps for run in runs if run.steps] for runs in (measured, skipped))
-    norms = [[step["train/grad_norm"] for step in steps] for steps in (with_it, without)]
-    print(f"difference of the parameters {difference:.1e}, norms {norms}")
-    assert len(without) == 3 and all(norm > 0 for norm in norms[0])
-    assert norms[1] == pytest.approx(norms[0], rel=LIMIT)
-    assert difference < LIMIT
-    assert all(step["train/ppo_kl"] == 0 and step["train/pg_clipfrac"] == 0 for step in without)
-
-
-@pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
+@pytest.mark.parametrize("host", HOSTS)
 def test_a_bf16_actor_trains_the_same_with_the_float32_head_of_each_door(recorded, host):
     """As both hosts start without a file: through Float16Module. With the float32 head the logits are of one precision."""
     case, norms = WholeCase("custom_loss", "gspo", "constant"), {}
