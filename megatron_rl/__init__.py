@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from megatron_rl.weights import register_loss_aggregation, regularizer_weights, sample_token_weights
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "AssumedScale",

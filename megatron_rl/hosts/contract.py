@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError, place_of
 from megatron_rl.weights import Formula
 
 Stage = tuple[str, Formula, str]  # name, factor, what it does
-# What multiplies a token's weight after the loss function has returned, in Megatron-Core 0.13 to 0.20.
+# What multiplies a token's weight after the loss function has returned, in Megatron-Core 0.16 to 0.20.
 # tests/test_explain.py holds each adapter's stages against the code that does them.
 AVERAGED: tuple[Stage, ...] = (
     ("schedule", Formula(M=-1), "averages over micro-batches"),

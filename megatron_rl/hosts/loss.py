@@ -60,8 +60,8 @@ def custom_loss(
     is no side effect: --recompute-loss-function runs it twice.
     With --fused-lm-head-loss there are no logits: the loss is computed from the hidden states that the model's output carries.
 
-    Communication: as losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k] or two) and of the metrics (cp one of
-    [N, k <= 2]); --allgather-cp one more. Backward none. With a fused head as losses.linear_policy_loss.
+    Communication: as policy_loss (tp one all-gather, cp one all-reduce of [N, k] or two) and of the metrics (cp one of
+    [N, k <= 2]); --allgather-cp one more. Backward none. With a fused head as linear_policy_loss.
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
     run = RUNS.of(args)

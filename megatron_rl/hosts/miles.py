@@ -50,7 +50,7 @@ HOST = Host(
         adds_token=False,
         has_reference=False,
     ),
-    marks=("observe_training_entropy", "allow_partial_train_step", "true_on_policy_mode"),
+    marks=("observe_training_entropy", "allow_partial_train_step"),  # slime had true_on_policy_mode for some months
     has_ess_ratio=True,
     has_rollout_kl=True,
     compares_trained_with_rollout=False,

@@ -41,7 +41,7 @@ FLAGS_OF_WEIGHTS = (
 USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line]"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
 NOT_RUN = (
-    "a measurement: the factors were read in Megatron-Core 0.13 to 0.20 and none was run; `torchrun ... -m megatron_rl selftest` "
+    "a measurement: the factors were read in Megatron-Core 0.16 to 0.20 and none was run; `torchrun ... -m megatron_rl selftest` "
     "runs the installed ones",
     "auxiliary losses of the model's experts and of MTP: they keep the scale that Megatron gives them",
 )
