@@ -60,8 +60,8 @@ def policy_loss(
 
         L + kl_coefficient sum_i v_i sum_t m_it KL_it - entropy_coefficient sum_i v_i sum_t m_it H_it,    v = regularizer_weights
 
-    with L = sum_i w_i sum_t m_it l_it of the values l of the loss, w = token_weights. The parts sum to it over micro-batches, cp and
-    dp ranks, but not over tp, because its ranks hold the same number. Backward gives
+    with L = sum_i w_i sum_t m_it l_it of the values l of the loss, w = token_weights. The parts sum to it over micro-batches, cp
+    and dp ranks, but not over tp, because its ranks hold the same number. Backward gives
     this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
     T counts this rank's tokens: slices of the documents in order (empty ones are allowed), then padding past cu_seqlens[-1].
     [N] tensors may be on the host; the copy to the logits' device does not synchronise. A CUDA graph needs them on the device.
