@@ -305,7 +305,7 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
 
 LOSS = ["list_rows", "row_statistics", "document_sums", "loss_and_coefficients", "finish"]
 LAUNCHED = {
-    "statistics bf16": ["list_rows", "row_statistics"],
+    **dict.fromkeys(("statistics bf16", "statistics bf16, entropy"), ["list_rows", "row_statistics"]),
     "statistics bf16, no mask": ["row_statistics"],
     "statistics bf16, split": ["list_rows", "row_statistics", "combine"],
     "statistics bf16, shards": ["list_rows", "row_statistics", "combine"],

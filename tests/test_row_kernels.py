@@ -10,7 +10,6 @@ import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -33,11 +32,9 @@ from megatron_rl.ops.backends import (
     split_rows,
     vocab_shard,
 )
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.log_probs_torch import merge_shards
 
 pytest.importorskip("triton")
-import megatron_rl.ops.log_probs_triton as log_probs_triton
 import megatron_rl.ops.rows_triton as rows_triton
 from megatron_rl.ops.log_probs_triton import (
     LIST_BLOCK,
@@ -319,32 +316,6 @@ def test_rows_are_listed_unmasked_first_and_each_in_order(num_rows):
         order, num_active = list_rows(mask.to(KERNEL_DEVICE))
         assert order.tolist() == [*mask.nonzero()[:, 0].tolist(), *(~mask).nonzero()[:, 0].tolist()]
         assert num_active.tolist() == [int(mask.sum())]
-
-
-def launches_of(**options) -> list[list[str]]:
-    """Kernels in forward and in backward of one front door call on three rows of 70."""
-    logits, labels = random_rows(3, 70)
-    leaf = logits.to(KERNEL_DEVICE).requires_grad_()
-    with counted_launches() as forward:
-        result = vocab_parallel_log_probs(leaf, labels.to(KERNEL_DEVICE), backend="triton", **options)
-    with counted_launches() as backward:
-        (result[0] + result[1] if isinstance(result, tuple) else result).sum().backward()
-    return [forward, backward]
-
-
-def test_launches_are_as_few_as_the_call_allows(monkeypatch):
-    """One forward and one backward; a mask, splits and shards cost one more forward each. No more for the entropy."""
-    rows, backward = "row_statistics_kernel", ["logits_gradient_kernel"]
-    mask = {"loss_mask": torch.tensor([True, False, True], device=KERNEL_DEVICE)}
-    monkeypatch.setattr("megatron_rl.ops.backends.PROGRAMS_PER_PROCESSOR", 0)
-    assert launches_of() == launches_of(with_entropy=True) == [[rows], backward]
-    assert launches_of(**mask) == launches_of(**mask, inplace=False) == [["list_rows_kernel", rows], backward]
-    pair = {"tp_group": SimpleNamespace(rank=lambda: 0, size=lambda: 2), "check_ranks": False}
-    monkeypatch.setattr(log_probs_triton, "all_gather_stack", lambda values, group: torch.stack([values] * group.size()))
-    assert launches_of(**pair) == [[rows, "combine_kernel"], backward]
-    monkeypatch.setattr("megatron_rl.ops.log_probs_triton.split_rows", lambda *arguments: (2, 2048))
-    assert launches_of() == [[rows, "combine_kernel"], backward]
-    assert launches_of(**pair, **mask) == [["list_rows_kernel", rows, "combine_kernel", "combine_kernel"], backward]
 
 
 @pytest.mark.parametrize("kind", ["bfloat16 rows", "misaligned rows", "columns apart"])
