@@ -219,7 +219,7 @@ def parse_hydra_overrides(config, overrides):
     name, value = overrides[0].removeprefix("++loss_fn.").split("=")
     return {"loss_fn": {name: value}}
 class OmegaConf:
-    to_container = staticmethod(lambda config, resolve: config)
+    to_container = staticmethod(lambda config, resolve: config if resolve else {})
 """
 
 
