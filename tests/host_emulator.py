@@ -3,7 +3,7 @@
     samples -> training data -> loss of a micro-batch -> outer scaling -> (loss, num_tokens, log) for Megatron -> reported metrics
 
 It is written from what the hosts promise their hooks, not from their code, and has of their loss PPO's clip on packed rows alone.
-With a checkout of a host tests/test_host_canary.py compares the emulator with it.
+With a checkout of a host tests/test_host_contracts.py compares the emulator with it.
 """
 
 from __future__ import annotations
