@@ -136,6 +136,15 @@ def schedules(monkeypatch) -> list[list]:
 
 
 @pytest.fixture
+def unseen_machine(monkeypatch):
+    """doctor judges a launch line without its look at the machine, which takes many seconds."""
+    from megatron_rl.commands import doctor
+
+    monkeypatch.setattr(doctor, "collect_facts", lambda: {"torch": {"state": "here"}})
+    monkeypatch.setattr(doctor, "findings", lambda facts: [])
+
+
+@pytest.fixture
 def own_losses():
     """The losses of own_losses.py are registered, and gone after the test."""
     import own_losses
@@ -146,7 +155,7 @@ def own_losses():
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
 SLOW_FILES = set(
     "test_benchmarks test_checkpoints test_doctor "
-    "test_fused_head test_kernel_code test_launch "
+    "test_fused_head test_kernel_code "
     "test_ranks test_selftest test_setup "
     "test_train_command test_train_loop "
     "test_whole_host".split()

@@ -175,7 +175,7 @@ def test_a_check_says_what_would_train_and_ends_before_the_script_goes_on(host, 
     assert json.loads(run(capsys, *SOUND)[1])[0] == 7
 
 
-def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_path, capsys, monkeypatch):
+def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_path, capsys, monkeypatch, unseen_machine):
     host("slime")
     monkeypatch.syspath_prepend(tmp_path)
     line = ["doctor", "--host", "slime", "--", "python", "train.py", *REDUCER]

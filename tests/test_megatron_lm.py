@@ -307,7 +307,7 @@ def test_the_clip_of_train_rl_does_not_reach_a_loss_without_one(name, own_losses
     assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
 
 
-def test_doctor_asks_the_parser_of_megatron_lm(monkeypatch, capsys):
+def test_doctor_asks_the_parser_of_megatron_lm(monkeypatch, capsys, unseen_machine):
     arguments = ModuleType("megatron.training.arguments")
     arguments.parse_args = lambda extra_args_provider=None: extra_args_provider(ArgumentParser()).parse_args()
     monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
