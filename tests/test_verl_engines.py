@@ -23,7 +23,7 @@ import pytest
 import torch
 from test_hf import save_tokenizer, small_model
 from test_whole_host import VOCABULARY, group_of, samples_of
-from verl_engines import GROUP_SIZE, EngineLayout, Optimizer, Rollout, VerlRun, run_verl, weights_in
+from verl_engines import BETA2, CLIP_GRAD, EPS, GROUP_SIZE, LR, EngineLayout, Rollout, VerlRun, run_verl, weights_in
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing.ranks import run_ranks
@@ -44,9 +44,6 @@ PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 3, 3, 16, 0.9
 SPECIAL = 2  # ids in front, of which transformers gives padding no gradient
 CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (1.0, 0.28)}
 NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
-# With this eps Adam's step follows the size of a gradient, and not its sign, which rounding decides where a gradient is near 0. A
-# gradient that is clipped would have one size under each aggregation.
-ADAM = Optimizer(lr=3e-3, eps=1e-3, beta2=0.95, clip_grad=1e9)
 # Of what the steps have moved. Float32, three steps; a sample that counts twice is 0.1.
 LIMIT = 1e-5
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
@@ -153,10 +150,10 @@ def truth_on_rank(
             num_attention_heads=model.num_attention_heads,
             vocab_size=model.vocab_size,
             max_sequence_length=64,
-            lr=ADAM.lr,
-            adam_beta2=ADAM.beta2,
-            adam_eps=ADAM.eps,
-            clip_grad=ADAM.clip_grad,
+            lr=LR,
+            adam_beta2=BETA2,
+            adam_eps=EPS,
+            clip_grad=CLIP_GRAD,
             hf_model=model,
         )
         trainer = PolicyTrainer(settings, config, torch.device("cpu"))
@@ -193,7 +190,7 @@ def trained_by_verl(
 ) -> list[dict[str, torch.Tensor]]:
     """batches: of the steps; None: of rollouts()."""
     batches = [as_rollout(samples) for samples in rollouts()] if batches is None else batches
-    arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, runs, batches)
+    arguments = (os.environ["VERL_ROOT"], str(folder), layout, runs, batches)
     return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0]
 
 

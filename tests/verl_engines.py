@@ -36,6 +36,9 @@ from megatron_rl.train.hf_weights import build_hf_model, read_hf_model, save_hf_
 MAX_SEQUENCE_LENGTH = 64
 GROUP_SIZE = 4  # rollouts of a prompt
 MTP_FACTOR = 0.7  # of its loss, as large as the policy's
+# With this eps Adam's step follows the size of a gradient, and not its sign, which rounding decides where a gradient is near 0. A
+# gradient that is clipped would have one size under each aggregation.
+LR, EPS, BETA2, CLIP_GRAD = 3e-3, 1e-3, 0.95, 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +66,12 @@ class EngineLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    lr: float
-    eps: float
-    beta2: float
-    clip_grad: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class VerlRun:
     """One training run of a loss: its batches are optimiser steps, or several with mini_batches."""
 
     loss_mode: str
     actor: dict[str, Any]  # what a launch line sets of the actor
     mini_batches: int = 1
-
-    @property
-    def has_entropy(self) -> bool:
-        """As verl's worker asks its engine."""
-        return bool(self.actor.get("entropy_coeff"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +91,6 @@ def run_verl(
     root: str,
     folder: str,
     layout: EngineLayout,
-    optimizer: Optimizer,
     runs: Sequence[VerlRun],
     rollouts: Sequence[Rollout],
 ) -> list[dict[str, Tensor]]:
@@ -124,7 +113,7 @@ def run_verl(
     found = []
     Bridge.has_mtp = layout.has_mtp
     for run in runs:
-        worker = make_worker(folder, layout, optimizer)
+        worker = make_worker(folder, layout)
         train(worker, run, rollouts, layout)
         found.append(weights_of(worker, layout, folder))
         destroy_parallel_state()
@@ -158,7 +147,7 @@ def use_cpu_platform() -> None:
     platform_manager.set_platform(PlatformCPU())
 
 
-def make_worker(folder: str, layout: EngineLayout, optimizer: Optimizer) -> Any:
+def make_worker(folder: str, layout: EngineLayout) -> Any:
     """verl's TrainingWorker, as ActorRolloutRefWorker makes it for the actor."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers import config as configs
@@ -181,17 +170,17 @@ def make_worker(folder: str, layout: EngineLayout, optimizer: Optimizer) -> Any:
         "max_token_len_per_gpu": layout.max_tokens,
         "use_fused_kernels": layout.is_fused,
     }
-    schedule = {"lr": optimizer.lr, "weight_decay": 0.0, "clip_grad": optimizer.clip_grad, "total_training_steps": 100}
+    schedule = {"lr": LR, "weight_decay": 0.0, "clip_grad": CLIP_GRAD, "total_training_steps": 100}
     if layout.engine == "megatron":
         engine = configs.McoreEngineConfig(vanilla_mbridge=True, use_distributed_optimizer=False, **layout.parallel, **batches)
         vars(engine)["dtype"] = "fp32"
-        adam = {"adam_beta2": optimizer.beta2, "adam_eps": optimizer.eps}
+        adam = {"adam_beta2": BETA2, "adam_eps": EPS}
         optim = configs.McoreOptimizerConfig(lr_decay_style="constant", override_optimizer_config=adam, **schedule)
     else:
         precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
         engine = configs.FSDPEngineConfig(strategy=layout.engine, mixed_precision=precision, use_torch_compile=False, **batches)
-        betas = (0.9, optimizer.beta2)
-        optim = configs.FSDPOptimizerConfig(betas=betas, override_optimizer_config={"eps": optimizer.eps}, **schedule)
+        betas = (0.9, BETA2)
+        optim = configs.FSDPOptimizerConfig(betas=betas, override_optimizer_config={"eps": EPS}, **schedule)
     worker = TrainingWorker(
         configs.TrainingWorkerConfig(
             model_type="language_model",
@@ -243,7 +232,7 @@ def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: Engine
         step = number // run.mini_batches
         tu.assign_non_tensor(
             data,
-            calculate_entropy=run.has_entropy,
+            calculate_entropy=bool(run.actor.get("entropy_coeff")),  # as verl's worker asks its engine
             global_batch_size=step,
             mini_batch_size=step,
             epochs=1,
