@@ -91,6 +91,8 @@ NO_OLD = {roll.RECOMPUTE: False}
 IS_WEIGHED = {"train_infer_correction.is_weight": SimpleNamespace(enabled=True)}
 IS_FILTERED = {"train_infer_correction.filters": [SimpleNamespace(enabled=True)]}
 ROLL_SAMPLER = {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis", "actor_infer.strategy_args.strategy_name": "vllm"}
+ROLL_KEPT = ROLL_SAMPLER | {"actor_infer.strategy_args.strategy_config.logprobs_mode": "processed_logprobs"}
+ROLL_ARGS = "actor_infer.generating_args."
 OF_SKYRL = {f"{skyrl.ALGORITHM}off_policy_correction": SimpleNamespace(tis_ratio_type="token")}
 SKYRL_TOP_P = {"megatron_rl.importance_correction": "tis", f"{skyrl.SAMPLING}top_p": 0.8}
 SKYRL_MODE = "generator.inference_engine.engine_init_kwargs.logprobs_mode"
@@ -179,7 +181,7 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
         NO_OLD | IS_FILTERED,
         IS_WEIGHED | {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis"},
         IS_WEIGHED | {VARIANT: "dppo_tv.token_mean"},
-        ROLL_SAMPLER | {"actor_infer.strategy_args.strategy_config.logprobs_mode": "processed_logprobs"},  # ROLL's top_p and top_k
+        ROLL_KEPT,  # by ROLL's default top_p and top_k
     ],
     launch_in_skyrl: [
         {skyrl.LOSS: "ppo"},
@@ -208,7 +210,13 @@ TAKEN: dict[Callable, list[dict[str, Any]]] = {
         NEMO_TOP_P | {f"{nemo_rl.SAMPLING}backend": "megatron"},
         {NEMO: "grpo.sample_mean", "grpo.advantage_clip_low": -5.0},
     ],
-    launch_in_roll: [IS_FILTERED | {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis"}, IS_FILTERED | IS_WEIGHED, ROLL_SAMPLER],
+    launch_in_roll: [
+        IS_FILTERED | {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis"},
+        IS_FILTERED | IS_WEIGHED,
+        ROLL_SAMPLER,
+        *(ROLL_KEPT | {f"{ROLL_ARGS}top_p": 1.0, f"{ROLL_ARGS}top_k": off} for off in (-1, 0)),
+        {VARIANT: "cispo.prompt_mean", f"{roll.TRAIN}training_args.per_device_train_batch_size": None},
+    ],
     launch_in_skyrl: [SKYRL_TOP_P],
 }
 
