@@ -118,6 +118,16 @@ def worst_error(got: Result, want: Result) -> dict[str, float]:
     return {name: relative(*pair) for name, pair in pairs.items()}
 
 
+def dense_scores(logits, labels, c, e, temperature) -> tuple[Tensor, Tensor, Tensor]:
+    """In float64 by autograd: log-probabilities, entropy, and the gradient of sum c log p + e H by the logits."""
+    leaf = logits.detach().double().cpu().requires_grad_()
+    log_softmax = (leaf / torch.as_tensor(temperature, dtype=torch.float64).reshape(-1, 1)).log_softmax(-1)
+    log_probs = log_softmax.gather(1, labels.cpu()[:, None])[:, 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    (c.double().cpu() * log_probs + e.double().cpu() * entropy).sum().backward()
+    return log_probs.detach(), entropy.detach(), leaf.grad
+
+
 def relative(got: Tensor, want: Tensor) -> float:
     largest = float(want.abs().max()) if want.numel() else 0.0
     return float((got.cpu().double() - want.cpu().double()).abs().max()) / (largest or 1.0) if want.numel() else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import Seen, relative
+from linear_cases import Seen, dense_scores, relative
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import nn
 
@@ -136,12 +136,9 @@ def scored_operands(dtype=torch.float64):
 
 def by_autograd(hidden, weight, labels, c, e, temperature=TEMPERATURE):
     """In float64: log-probabilities, entropy, and the gradients of sum c log p + e H."""
-    hidden, weight = (leaf.double().clone().requires_grad_() for leaf in (hidden, weight))
-    temperature = torch.as_tensor(temperature, dtype=torch.float64).reshape(-1, 1)
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
-    log_probs, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    found = (c.double() * log_probs).sum() + (0 if e is None else (e.double() * entropy).sum())
-    return log_probs.detach(), entropy.detach(), *torch.autograd.grad(found, (hidden, weight))
+    hidden, weight = hidden.double(), weight.double()
+    log_probs, entropy, gradient = dense_scores(hidden @ weight.T, labels, c, 0 * c if e is None else e, temperature)
+    return log_probs, entropy, gradient @ weight, gradient.T @ hidden
 
 
 def by_head(hidden, weight, labels, c, e, temperature=TEMPERATURE, **options):

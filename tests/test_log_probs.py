@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import KERNEL_DEVICE, loop_entropy, loop_log_probs
+from linear_cases import dense_scores
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -212,12 +213,10 @@ def test_a_gradient_is_rounded_once_to_the_dtype_of_the_logits(backend, dtype):
     labels = torch.randint(257, (12,), generator=generator)
     log_probs, gradient = gradients(logits, labels, backend)
     assert (gradient.dtype, log_probs.dtype) == (dtype, torch.float32)
-    exact = logits.double().requires_grad_()
-    truth = loop_log_probs(exact, labels)
-    truth.sum().backward()
+    truth, _, exact = dense_scores(logits, labels, torch.ones(12), torch.zeros(12), 1.0)
     is_cut_off = backend == "triton" and KERNEL_DEVICE == "cpu"
-    torch.testing.assert_close(log_probs.double(), truth.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(gradient.double(), exact.grad, rtol=0, atol=ROUNDINGS[dtype] * (2 if is_cut_off else 1))
+    torch.testing.assert_close(log_probs.double(), truth, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient.double(), exact, rtol=0, atol=ROUNDINGS[dtype] * (2 if is_cut_off else 1))
 
 
 @pytest.mark.parametrize(("offset", "is_masked"), [(-1, False), (0, True), (0, False), (1, True), (65, True)])
@@ -225,7 +224,7 @@ def test_chunk_edges_are_not_visible(offset, is_masked):
     """FB-40: T one below, at, one above the rows of a chunk, two chunks and a row; masked rows break the runs. Rows of other
     temperature have other entropies: a chunk along the vocabulary is right for as many rows as it is long alone.
 
-    Fresh memory is NaN in tests (conftest.py), so a row that nobody writes is seen. dH / dx_j = -p_j (ln p_j + H).
+    Fresh memory is NaN in tests (conftest.py), so a row that nobody writes is seen.
     """
     num_columns = 16384
     num_tokens = CPU_CHUNK_BYTES // (4 * num_columns) + offset
@@ -237,15 +236,14 @@ def test_chunk_edges_are_not_visible(offset, is_masked):
     log_probs, entropy = vocab_parallel_log_probs(leaf, labels, loss_mask=mask, with_entropy=True, backend="torch")
     (of_log_probs,) = torch.autograd.grad(log_probs.sum(), leaf, retain_graph=True)
     (of_entropy,) = torch.autograd.grad(entropy.sum(), leaf)
-    log_p = leaf.detach().double().log_softmax(1)
-    p = log_p.exp()
-    truth = -(p * log_p).sum(1)
-    assert truth.max() - truth.min() > 1
-    torch.testing.assert_close(log_probs.double(), log_p.gather(1, labels[:, None])[:, 0] * mask, **TOLERANCE)
-    torch.testing.assert_close(entropy.double(), truth * mask, rtol=0, atol=1e-5)  # sums of 16,384 float32 products
-    one_hot = torch.nn.functional.one_hot(labels, num_columns)
-    torch.testing.assert_close(of_log_probs.double(), (one_hot - p) * mask[:, None], **TOLERANCE)
-    torch.testing.assert_close(of_entropy.double(), -p * (log_p + truth[:, None]) * mask[:, None], **TOLERANCE)
+    ones, zeros = mask.double(), torch.zeros(num_tokens)
+    truth, exact_entropy, exact = dense_scores(leaf, labels, ones, zeros, 1.0)
+    *_, exact_of_entropy = dense_scores(leaf, labels, zeros, ones, 1.0)
+    assert exact_entropy.max() - exact_entropy.min() > 1
+    torch.testing.assert_close(log_probs.double(), truth * mask, **TOLERANCE)
+    torch.testing.assert_close(entropy.double(), exact_entropy * mask, rtol=0, atol=1e-5)  # sums of 16,384 float32 products
+    torch.testing.assert_close(of_log_probs.double(), exact, **TOLERANCE)
+    torch.testing.assert_close(of_entropy.double(), exact_of_entropy, **TOLERANCE)
 
 
 @pytest.mark.parametrize("shape", ["columns of a wider tensor", "every second column", "transposed", "expanded rows"])

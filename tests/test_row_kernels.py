@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import KERNEL_DEVICE
-from linear_cases import budget, head_batch, on_device, run, worst_error
+from linear_cases import budget, dense_scores, head_batch, on_device, run, worst_error
 from loss_backends import counted_launches
 from test_head import KINDS, fused, options_of
 from test_log_probs import TOLERANCE
@@ -121,16 +121,6 @@ def random_rows(num_rows: int, width: int, dtype=torch.float32, seed: int = 0) -
     return logits, torch.randint(width, (num_rows,), generator=generator)
 
 
-def truth(logits, labels, c, e, temperature: float):
-    """(log_probs, entropy, gradient) in float64."""
-    leaf = logits.double().cpu().requires_grad_()
-    log_softmax = (leaf / temperature).log_softmax(-1)
-    log_probs = log_softmax.gather(1, labels.cpu()[:, None])[:, 0]
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    (c.double().cpu() * log_probs + e.double().cpu() * entropy).sum().backward()
-    return log_probs.detach(), entropy.detach(), leaf.grad
-
-
 def forward_and_gradient(rows, labels, mask, shard, c, e=None, *, out=None, forward=SMALL, backward=SMALL_GRADIENT):
     """(what the forward kernels give, the gradient), the entropy where it has coefficients."""
     result = row_results_triton(rows, labels, mask, shard, SINGLE, with_entropy=e is not None, **forward)
@@ -179,7 +169,7 @@ def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, spl
     memory, rows = in_guarded_memory(logits, stride, offset)
     c, e = torch.tensor([0.7, -1.3], device=KERNEL_DEVICE), torch.tensor([0.2, 0.0], device=KERNEL_DEVICE)
     shard = VocabShard(0, real, 1 / 0.7, real)
-    log_probs, entropy, gradient = truth(logits[:, :real], labels, c, e, 0.7)
+    log_probs, entropy, gradient = dense_scores(logits[:, :real], labels, c, e, 0.7)
     forward = {"configuration": StatisticsConfiguration(4, 2, 1, splits)}
     backward = {"configuration": GradientConfiguration(32, 1, splits)}
     with recorded_accesses() if IS_INTERPRETED else contextlib.nullcontext() as reading:
@@ -233,7 +223,7 @@ def test_rows_without_a_gradient_are_never_read():
     for vector in (logits, labels, result.maximum, result.total):
         assert (counts(accesses.loads, vector)[~needed] == 0).all()
     assert (out[~needed] == 0).all() and out.isfinite().all()
-    _, _, gradient = truth(logits[needed], labels[needed], c[needed], e[needed], 1.0)
+    _, _, gradient = dense_scores(logits[needed], labels[needed], c[needed], e[needed], 1.0)
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
 
 
@@ -275,7 +265,7 @@ def test_minus_infinity_columns_have_probability_0(kind):
     labels = torch.tensor([129, 129])
     ones = torch.ones(2)
     position = real.cumsum(0) - 1
-    log_probs, entropy, gradient = truth(logits[:, real], position[labels], ones, ones, 1.0)
+    log_probs, entropy, gradient = dense_scores(logits[:, real], position[labels], ones, ones, 1.0)
     there = [tensor.to(KERNEL_DEVICE) for tensor in (logits, labels)]
     ones = ones.to(KERNEL_DEVICE)
     forward = {"configuration": StatisticsConfiguration(4, 2, 1, 4)}
@@ -303,7 +293,7 @@ def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
     logits, labels = random_rows(4, 50, torch.float16)
     rows.copy_(logits)
     labels, ones = labels.to(KERNEL_DEVICE), torch.ones(4, device=KERNEL_DEVICE)
-    log_probs, _, gradient = truth(logits, labels, ones, 0 * ones, 1.0)
+    log_probs, _, gradient = dense_scores(logits, labels, ones, 0 * ones, 1.0)
     shard, mask = VocabShard(0, 50, 1.0, 50), (ones > 0 if has_mask else None)
     result, _ = forward_and_gradient(rows, labels, mask, shard, ones, out=rows)
     torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
@@ -323,7 +313,7 @@ def test_the_gradient_goes_into_any_tensor(kind):
     """The fused head keeps float32 logits and a bfloat16 gradient. Rows that begin elsewhere modulo 8 are copied once."""
     logits, labels = random_rows(3, 70)
     c = torch.tensor([1.0, -0.5, 0.0])
-    wanted = truth(logits, labels, c, 0 * c, 1.0)[2]
+    wanted = dense_scores(logits, labels, c, 0 * c, 1.0)[2]
     out = {
         "bfloat16 rows": torch.full((3, 70), math.nan, dtype=torch.bfloat16, device=KERNEL_DEVICE),
         "misaligned rows": in_guarded_memory(logits, 75, 3)[1],
@@ -346,7 +336,7 @@ def test_wrapped_memory_that_begins_at_any_address_is_read_right():
     rows = torch.frombuffer(memory, dtype=torch.bfloat16, offset=start, count=logits.numel()).view(3, 50)
     rows.copy_(logits)
     assert rows.data_ptr() % 16 == 6 and flat_rows(rows).shift == 0
-    wanted = truth(logits, labels, torch.ones(3), torch.zeros(3), 1.0)[0]
+    wanted = dense_scores(logits, labels, torch.ones(3), torch.zeros(3), 1.0)[0]
     result = row_results_triton(rows, labels, None, VocabShard(0, 50, 1.0, 50), SINGLE, with_entropy=False, **SMALL)
     torch.testing.assert_close(result.log_probs.double(), wanted, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
 
@@ -425,7 +415,7 @@ def test_a_unit_gradient_is_that_of_a_log_probability_in_place_and_beside(lanes,
     labels, before, logits = (labels % REAL).to(KERNEL_DEVICE), memory.clone(), rows.clone()
     out = rows if into is None else torch.full((ROWS, 96), math.nan, dtype=into, device=KERNEL_DEVICE)[:, :WIDTH]
     result = unit_gradient(rows, labels, vocab_shard(WIDTH, 0.7, REAL, SINGLE), with_entropy=with_entropy, out=out)
-    log_probs, entropy, gradient = truth(logits[:, :REAL], labels, torch.ones(ROWS), torch.zeros(ROWS), 0.7)
+    log_probs, entropy, gradient = dense_scores(logits[:, :REAL], labels, torch.ones(ROWS), torch.zeros(ROWS), 0.7)
     assert torch.allclose(result.log_probs.cpu().double(), log_probs, rtol=0, atol=5e-6)
     assert torch.allclose(result.entropy.cpu().double(), entropy if with_entropy else 0 * entropy, rtol=0, atol=5e-6)
     assert torch.allclose(out[:, :REAL].cpu().double(), gradient, rtol=0, atol=TOLERANCES[out.dtype])
