@@ -15,8 +15,6 @@ CUSTOM_LOSS = {
     "advantage_estimator": "grpo",
 }
 REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process", "advantage_estimator": "grpo"}
-# Who reduces the loss.
-ROUTES = {"host's reducer": {}, "our reducer": REDUCER, "custom_loss": CUSTOM_LOSS}
 
 
 @dataclass
