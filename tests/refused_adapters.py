@@ -92,6 +92,7 @@ IS_WEIGHED = {"train_infer_correction.is_weight": SimpleNamespace(enabled=True)}
 IS_FILTERED = {"train_infer_correction.filters": [SimpleNamespace(enabled=True)]}
 ROLL_SAMPLER = {f"{VARIABLE}IMPORTANCE_CORRECTION": "tis", "actor_infer.strategy_args.strategy_name": "vllm"}
 ROLL_KEPT = ROLL_SAMPLER | {"actor_infer.strategy_args.strategy_config.logprobs_mode": "processed_logprobs"}
+EIGHT_A_DEVICE = {f"{roll.TRAIN}training_args.gradient_accumulation_steps": 8}
 ROLL_ARGS = "actor_infer.generating_args."
 OF_SKYRL = {f"{skyrl.ALGORITHM}off_policy_correction": SimpleNamespace(tis_ratio_type="token")}
 SKYRL_TOP_P = {"megatron_rl.importance_correction": "tis", f"{skyrl.SAMPLING}top_p": 0.8}
@@ -216,6 +217,7 @@ TAKEN: dict[Callable, list[dict[str, Any]]] = {
         ROLL_SAMPLER,
         *(ROLL_KEPT | {f"{ROLL_ARGS}top_p": 1.0, f"{ROLL_ARGS}top_k": off} for off in (-1, 0)),
         {VARIANT: "cispo.prompt_mean", f"{roll.TRAIN}training_args.per_device_train_batch_size": None},
+        {VARIANT: "cispo.prompt_mean", f"{roll.TRAIN}device_mapping": [0, 1], **EIGHT_A_DEVICE},
     ],
     launch_in_skyrl: [SKYRL_TOP_P],
 }
