@@ -103,14 +103,6 @@ def test_verl(mode):
     agrees("verl", mode, lambda losses, mask, samples: agg_loss(losses, mask, mode.split()[0], **batch))
 
 
-@pytest.mark.host("VERL_ROOT")
-def test_the_geo_mean_of_verl_is_a_mean_of_each_micro_batch():
-    """A mean over the samples of the micro-batch, of means over their tokens; schedule and worker cancel."""
-    tree = source_of("VERL_ROOT", "verl/trainer/ppo/core_algos.py")
-    (function,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == "compute_policy_loss_geo_mean"]
-    assert "pg_loss = torch.mean(pg_losses)" in ast.unparse(function)
-
-
 @pytest.mark.host("SKYRL_ROOT")
 @pytest.mark.parametrize("reduction", STOCK["skyrl"])
 def test_skyrl(reduction):

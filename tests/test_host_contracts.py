@@ -53,6 +53,7 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
                 "def kl_penalty(logprob: torch.FloatTensor, ref_logprob: torch.FloatTensor, kl_penalty)",
             ),
             'if kl_penalty in ("low_var_kl", "k3"):',
+            "pg_loss = torch.mean(pg_losses)",  # geo_mean: over the samples of a micro-batch; schedule and worker cancel
         ),
         "verl/trainer/ppo/v1/trainer_base.py": (
             '"global_batch_size": ppo_mini_batch_size,',
