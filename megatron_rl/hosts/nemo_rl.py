@@ -156,7 +156,7 @@ def corrections_of(at: Reader) -> dict[str, Given]:
         return {}
     kind = KINDS[truncation]
     return {
-        "importance_correction": Given(f"{WEIGHTS}=true", kind),
+        "importance_correction": Given(f"{WEIGHTS}=true {TRUNCATION}", kind),
         "importance_correction_level": Given(TRUNCATION, next(iter(CORRECTIONS[kind].bounds))),
         "importance_correction_low": Given(LOWER_BOUND, at.number(LOWER_BOUND) or 0.0),
         "importance_correction_high": Given(BOUND, LARGEST_RATIO if truncation is None else at.number(BOUND)),
