@@ -61,8 +61,8 @@ def policy_loss(
         L + kl_coefficient sum_i v_i sum_t m_it KL_it - entropy_coefficient sum_i v_i sum_t m_it H_it,    v = regularizer_weights
 
     with L = sum_i w_i sum_t m_it l_it of the values l of the loss, w = token_weights. The parts sum to it over micro-batches, cp
-    and dp ranks, but not over tp, because its ranks hold the same number. Backward gives
-    this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
+    and dp ranks, but not over tp, because its ranks hold the same number. Backward gives this rank's slice of the gradient of the
+    sum over cp; every cp rank must apply the same factor to it.
     T counts this rank's tokens: slices of the documents in order (empty ones are allowed), then padding past cu_seqlens[-1].
     [N] tensors may be on the host; the copy to the logits' device does not synchronise. A CUDA graph needs them on the device.
     A loss without a Triton version, or with a KL term whose estimator has none, is computed in torch on the logits' device.
@@ -82,9 +82,8 @@ def policy_loss(
             advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one
             token and cu_seqlens is on the host: a loss never reads values of the device.
     Communication: tp one all-gather of [T, 3 or 4], with sampling_support another one for an entropy; cp one all-reduce of [N, k],
-        and before it one for a correction of samples; with check_ranks one all-gather of 4 KiB over each; backward none. None at
-        size 1.
-        A loss that needs token_counts adds one of [N] where the caller gave none; one that needs mean_log_ratio adds one of [N].
+        before it one for a correction of samples, and one of [N] each for token_counts (where the caller gave none) and
+        mean_log_ratio that a loss needs; with check_ranks one all-gather of 4 KiB over each; backward none. None at size 1.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """
