@@ -80,11 +80,11 @@ def test_another_trainer_of_skyrl_is_refused_before_ray_starts():
 
 
 def test_trajectories_by_hand():
-    """Rows of 2, 4, 3 and 0 tokens of two trajectories and one without a token; the weights over those of rows."""
+    """Rows of 1, 5, 3 and 0 tokens of two trajectories and one without a token; the weights over those of rows."""
     assert skyrl_driver.trajectories_of([False, True, True, True]) == [0, 0, 1, 2]
-    counts, trajectories = torch.tensor([2, 4, 3, 0]), [0, 0, 1, 2]
+    counts, trajectories = torch.tensor([1, 5, 3, 0]), [0, 0, 1, 2]
     found = skyrl_driver.factors_of("sample_mean", counts, trajectories, None)
-    assert found.tolist() == pytest.approx([(1 / 18) * 8, (1 / 18) * 16, (1 / 9) * 12, 1])
+    assert found.tolist() == pytest.approx([(1 / 18) * 4, (1 / 18) * 20, (1 / 9) * 12, 1])
     assert skyrl_driver.factors_of("row_mean", counts, trajectories, None).tolist() == pytest.approx([2 / 3, 2 / 3, 4 / 3, 1])
     assert skyrl_driver.factors_of("constant", counts, trajectories, 8.0).tolist() == pytest.approx([4 / 3, 4 / 3, 4 / 3, 1])
     assert skyrl_driver.factors_of("constant", counts * 0, trajectories, 8.0).tolist() == [1.0] * 4
