@@ -99,7 +99,7 @@ JUDGES = {
     "megatron/router_losses.py": "expert_layouts forward_step",
     "megatron/routing.py": "router_replay expert_layouts",
     "megatron/batch.py": "batch router_replay",
-    "megatron/forward_step.py": "forward_step router_replay",
+    "megatron/forward_step.py": "forward_step router_replay | selftest",
     "megatron/head.py": "fused_head model_shapes fused_head_models",
     "ops/": "log_probs head head_gradients row_kernels linear_log_probs refused generated_steps",
     "ops/log_probs_triton.py": "row_kernels generated_steps",
