@@ -8,11 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
+from conftest import ROOT
 from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
@@ -326,3 +329,15 @@ def known(index: int, sample: StepSample) -> StepSample:
         policy_version=index % 10,
         old_log_probs=[0.0 if t % 3 == 2 else value for t, value in enumerate(old)],
     )
+
+
+def test_the_picture_of_one_step_is_drawn_from_the_error_with_and_without_our_loss(monkeypatch):
+    """Two layouts of docs/images/one_step.py, which draws all."""
+    specification = spec_from_file_location("one_step", ROOT / "docs/images/one_step.py")
+    one_step = module_from_spec(specification)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    specification.loader.exec_module(one_step)
+    monkeypatch.setattr(one_step, "all_layouts", lambda: [Layout(num_microbatches=4), Layout(data=2, num_microbatches=2)])
+    found = one_step.errors()
+    assert max(found["megatron_rl"]) < GRADIENT_TOLERANCE
+    assert min(found["a mean of means"]) > 0.1  # four micro-batches have 11 to 50 tokens
