@@ -435,8 +435,8 @@ def register_policy_loss(
     """
     POLICY_LOSSES.check_name(name)
     needs, parameters = tuple(needs), tuple(parameters)
-    need_words = [("needs", need, FURTHER_INPUTS) for need in needs]
-    for field, value, known in (("level", level, get_args(Level)), ("anchor", anchor, get_args(Anchor)), *need_words):
+    needed_inputs = [("needs", need, FURTHER_INPUTS) for need in needs]
+    for field, value, known in (("level", level, get_args(Level)), ("anchor", anchor, get_args(Anchor)), *needed_inputs):
         if value not in known:
             raise ConfigError(f"{field}={value!r} of policy loss {name!r} is none of {', '.join(known)}")
     if "mean_log_ratio" in needs and (level == "sequence" or triton is not None):

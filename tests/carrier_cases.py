@@ -97,12 +97,18 @@ def host_of(args: Namespace) -> ModuleType:
     return sys.modules[f"{package}.model"]
 
 
+def model_of(step: HostStep) -> tuple:
+    """The arguments of a step; its models and optimiser, and what was printed."""
+    args = host_args(step)
+    models, optimizer, printed = host_model(args)
+    enlarge_head(models, step.factor_of_head)
+    return args, models, optimizer, printed
+
+
 def found_on_rank(rank: int, steps: list[HostStep]) -> list[Found]:
     found = []
     for step in steps:
-        args = host_args(step)
-        models, optimizer, printed = host_model(args)
-        enlarge_head(models, step.factor_of_head)
+        args, models, optimizer, printed = model_of(step)
         with SeenShapes() as seen:
             logs = train_one_step(args, models, optimizer, step)
         gather_distributed_gradients(models)
@@ -117,9 +123,7 @@ def measured_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[list[dict[s
     """Of each step (the host's log-probabilities of each micro-batch, rows of the tensor that is most like logits)."""
     found = []
     for step in steps:
-        args = host_args(step)
-        models, optimizer, _ = host_model(args)
-        enlarge_head(models, step.factor_of_head)
+        args, models, optimizer, _ = model_of(step)
         with SeenShapes() as seen:
             measured = measured_by_the_actor(args, models, optimizer, step)
         found.append((measured, most_rows(seen)))

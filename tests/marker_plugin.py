@@ -29,6 +29,8 @@ OPTIONAL_PACKAGES = {
 }
 # Environment variables that name checkouts of hosts, where the marker names none: host("VERL_ROOT").
 HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT")
+# Of a test that a marker of REASONS_TO_SKIP has skipped.
+IS_ABSENT = pytest.StashKey[bool]()
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
 
 
@@ -116,7 +118,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if mark is not None and (reason := reason_to_skip(*mark.args)):
             if marker in required_markers(item.config):
                 pytest.fail(f"--require {marker} allows no skip, but: {reason}", pytrace=False)
+            item.stash[IS_ABSENT] = True
             pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    """A required test that skips by itself fails too; one that another marker has skipped does not."""
+    report = yield
+    broken = sorted(required_markers(item.config) & {mark.name for mark in item.iter_markers()})
+    if report.skipped and broken and IS_ABSENT not in item.stash and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"--require {','.join(broken)} allows no skip, but: {report.longrepr[2]}"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

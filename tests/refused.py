@@ -158,7 +158,6 @@ def bounds(*numbers: float) -> Tensor:
 
 
 KEPT = SamplingSupport.from_lists([[0, 2]] * 5)
-WITH_KL = {"kl_coefficient": 0.1, "ref_log_probs": torch.zeros(5), "regularizer_weights": torch.ones(2)}
 # Door -> what is wrong in the call.
 REFUSED: dict[Callable, list[dict]] = {
     weights_of_a_step: [

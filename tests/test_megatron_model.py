@@ -182,9 +182,6 @@ def test_the_angles_of_yarn_are_those_of_the_paper(pool):
     assert softmax_scale == pytest.approx((0.1 * math.log(8) + 1) ** 2 / math.sqrt(HEAD))  # on queries and on keys
 
 
-BOTH_FORMS = Rotary(yarn=YARN, llama3=Llama3(factor=4.0))
-
-
 def refused_rotary_on_rank(rank: int) -> list[str]:
     latent = {"multi_latent_attention": True, "rope_type": "rope"}
     cases = [

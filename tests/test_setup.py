@@ -204,6 +204,16 @@ def test_require_turns_the_skips_of_that_marker_alone_into_failures(run_plugin):
     result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: no gpu here*"])
 
 
+def test_require_makes_a_failure_of_a_skip_in_the_body_of_such_a_test(run_plugin, monkeypatch):
+    import marker_plugin
+
+    monkeypatch.setitem(marker_plugin.REASONS_TO_SKIP, "gpu", lambda: None)
+    source = f"{MARKED}\n@pytest.mark.gpu\ndef test_that_skips(): pytest.skip('no memory')"
+    result = run_plugin(source, "--require", "gpu")
+    result.assert_outcomes(passed=2, skipped=1, failed=1)
+    result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: Skipped: no memory*"])
+
+
 def test_require_refuses_a_marker_that_does_not_exist(run_plugin):
     """Catches `--require cuda`, which would require nothing."""
     result = run_plugin(MARKED, "--require", "gpu,cuda")

@@ -250,9 +250,9 @@ def _old_log_probs(launch: HostLaunch, rows: HostBatch) -> Tensor | None:  # [T]
     return None if _is_on_policy(launch) else rows.per_token.get("log_probs")
 
 
-def _entropy(rows: HostBatch, token_inputs: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
+def _entropy(rows: HostBatch, entropies: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
     documents = document_ids(rows.cu_seqlens, rows.labels.numel())
-    return torch.where(rows.loss_mask, not_none(token_inputs).double() * spread(weights.double(), documents), 0.0).sum()
+    return torch.where(rows.loss_mask, not_none(entropies).double() * spread(weights.double(), documents), 0.0).sum()
 
 
 # The host's own metric names and divisor, from what the loss has computed; no gradient goes through them

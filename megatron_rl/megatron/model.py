@@ -336,9 +336,9 @@ def sharding_of(name: str, parameter: Tensor) -> tuple[int | None, Group]:
     Of experts by their names: Megatron does not tell Transformer Engine that an expert is sharded, and the mark that it then gives
     to the weight of the second layer has the wrong dimension.
     """
-    expert_layer = _PARAMETER_OF_EXPERT.fullmatch(name) if is_of_expert(name) else None
-    if expert_layer is not None:
-        return _EXPERT_SHARDS[expert_layer[1]], resolve_group(None, "expert_tp")
+    expert_match = _PARAMETER_OF_EXPERT.fullmatch(name) if is_of_expert(name) else None
+    if expert_match is not None:
+        return _EXPERT_SHARDS[expert_match[1]], resolve_group(None, "expert_tp")
     is_sharded = vars(parameter).get("tensor_model_parallel", False)  # Megatron's mark
     return (vars(parameter)["partition_dim"] if is_sharded else None), resolve_group(None, "tp")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,13 +119,9 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
     """A user's own loss is its own function on one process: then layouts are compared, and not its equation.
 
     Raises ConfigError for another function of a user's own."""
-    known: dict[str, Container[str]] = {
-        "loss_aggregation": oracle.AGGREGATIONS,
-        "kl_estimator": oracle.ESTIMATORS,
-        "importance_correction": oracle.CORRECTIONS,
-    }
-    for field, names in known.items():
-        if (name := getattr(config, field)) not in names:
+    built_in = {*oracle.AGGREGATIONS, *oracle.ESTIMATORS, *oracle.CORRECTIONS}
+    for field in ("loss_aggregation", "kl_estimator", "importance_correction"):
+        if (name := getattr(config, field)) not in built_in:
             raise ConfigError(f"{field}={name}: the float64 reference has the built-in ones only; check the step with one of them")
     loss = get_policy_loss(config.policy_loss)
     low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
