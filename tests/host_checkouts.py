@@ -1,18 +1,197 @@
-"""Runs code of verl, NeMo-RL, ROLL and SkyRL from a checkout on CPU, its heavy imports stubbed; it must change no file of it."""
+"""Runs code of hosts from checkouts on CPU, their heavy imports stubbed; it must change no file of them."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
+import logging
 import os
 import sys
+import types
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
-from host_harness import StubModule, load_checkout, silent_logging
+import torch
+from helpers import GLOBAL_VARS
+from torch import Tensor
+
+from megatron_rl.hosts.args import Host
+from megatron_rl.layout.groups import ParallelGroups
+
+ROOT_VARIABLES = {"miles": "MILES_ROOT", "slime": "SLIME_ROOT"}
+# What the hosts import on the way to their loss and never use there. A package of this list that is installed is stubbed too.
+STUBBED = (
+    "aiohttp flash_attn httpx huggingface_hub mbridge megatron.bridge megatron.training mooncake pydantic ray requests safetensors "
+    "sglang sglang_router torch.utils.tensorboard torch_memory_saver transformers urllib3 uvloop wandb"
+).split()
+
+
+def roots_by_environment() -> dict[str, str]:
+    """{host: root} of the checkouts that MILES_ROOT and SLIME_ROOT name."""
+    return {host: os.environ[name] for host, name in ROOT_VARIABLES.items() if os.environ.get(name)}
+
+
+class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves a module of mocks for each of the names and below it, and for no other name."""
+
+    def __init__(self, names: Sequence[str] = STUBBED, module_type: type[types.ModuleType] | None = None):
+        self.names, self.module_type = names, module_type or StubModule
+
+    def find_spec(self, fullname, path=None, target=None):
+        if not any(fullname == name or fullname.startswith(name + ".") for name in self.names):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        return self.module_type(spec.name)
+
+    def exec_module(self, module):
+        module.__path__ = []
+
+
+class StubModule(types.ModuleType):
+    """Any attribute is a mock; a decorator among them leaves what it decorates as it is."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        mock = unchanged if name == "remote" else MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, mock)
+        return mock
+
+
+def unchanged(*decorated, **options):
+    """For @remote and @remote(num_cpus=1)."""
+    return decorated[0] if decorated else unchanged
+
+
+def load_checkout(root: str, stubbed: Sequence[str] = STUBBED, module_type: type[types.ModuleType] | None = None) -> None:
+    """Makes the checkout importable, for good: a rank serves no other purpose."""
+    if not Path(root).is_dir():
+        raise FileNotFoundError(f"{root} is no folder: MILES_ROOT, VERL_ROOT and their like name the roots of checkouts")
+    if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, StubFinder(stubbed, module_type))
+    if root not in sys.path:
+        sys.path.append(root)
+
+
+class RealHost:
+    """One rank of a checkout, with the methods of EmulatedHost."""
+
+    def __init__(self, host: Host, groups: ParallelGroups, root: str):
+        self.host, self.groups, self.root = host, groups, root
+        load_checkout(root)
+        with silent_logging():
+            importlib.import_module(GLOBAL_VARS)
+            self._load_modules()
+        if host.name == "miles":
+            self._set_miles_groups()
+
+    def _load_modules(self) -> None:
+        names = {
+            "miles": ("miles.backends.training_utils.loss", "miles.backends.training_utils.log_utils", "miles.utils.misc"),
+            "slime": ("slime.backends.megatron_utils.loss", "slime.observability.train_metric_utils", "slime.utils.misc"),
+        }[self.host.name]
+        self.loss_module, self.metrics_module, misc = map(importlib.import_module, names)
+        self.load_function: Callable = misc.load_function
+
+    def _set_miles_groups(self) -> None:
+        """What create_megatron_parallel_state does, from parallel_state's groups."""
+        parallel = importlib.import_module("miles.backends.training_utils.parallel")
+
+        def info(group):
+            return parallel.GroupInfo(rank=group.rank(), size=group.size(), group=group, gloo_group=group)
+
+        single = parallel.GroupInfo(rank=0, size=1, group=None)
+        groups = self.groups
+        parallel.set_parallel_state(
+            parallel.ParallelState(
+                intra_dp=info(groups.dp),
+                intra_dp_cp=info(groups.dp_cp),
+                cp=info(groups.cp),
+                tp=info(groups.tp),
+                pp=info(groups.pp),
+                ep=single,
+                etp=single,
+                indep_dp=single,
+            )
+        )
+
+    def loss_function(
+        self, args: Namespace, batch: dict, logits: Tensor, *, num_microbatches: int, num_rollouts: int
+    ) -> tuple[Tensor, Tensor, dict]:
+        if self.host.name == "slime":
+            return self.loss_module.loss_function(args, batch, num_microbatches, num_rollouts, logits)
+        return self.loss_module.loss_function(
+            args, batch, num_microbatches, logits, apply_megatron_loss_scaling=True, num_rollouts=num_rollouts
+        )
+
+    def reduce_metrics(self, logs: list[dict], args: Namespace, *, num_rollouts: int) -> dict[str, float]:
+        if self.host.name == "slime":
+            return self.metrics_module.reduce_train_step_metrics(
+                logs,
+                calculate_per_token_loss=args.calculate_per_token_loss,
+                step_global_batch_size=num_rollouts,
+                cp_size=self.groups.cp.size(),
+                dp_with_cp_group=self.groups.dp_cp,
+            )
+        return self.metrics_module.aggregate_train_losses(logs, None if args.calculate_per_token_loss else num_rollouts)
+
+    def train_data(self, args: Namespace, samples: list) -> dict[str, list]:
+        """Through the host's own Sample, hook loader and conversion."""
+        kind = importlib.import_module(f"{self.host}.utils.types").Sample
+        names = "group_index index response_length reward tokens loss_mask rollout_id remove_sample".split()
+        samples = [kind(**{name: vars(sample)[name] for name in names}) for sample in samples]
+        return own_train_data(self.host.name, args, samples)
+
+
+def own_train_data(host: str, args: Namespace, samples: list, metadata: dict | None = None) -> dict:
+    """Through the host's conversion, with our hooks where `args` names them, loaded by the host's own loader."""
+    load = importlib.import_module(f"{host}.utils.misc").load_function
+    hooks = {
+        f"custom_{name}_func": load(path) if (path := vars(args)[f"custom_{name}_path"]) else None
+        for name in ("convert_samples_to_train_data", "reward_post_process")
+    }
+    if host == "miles":
+        conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
+        return conversion.convert_samples_to_train_data(args, samples, metadata or {}, **hooks)
+    manager = object.__new__(importlib.import_module("slime.ray.rollout").RolloutManager)
+    vars(manager).update(args=args, **hooks)
+    return manager._convert_samples_to_train_data(samples)
+
+
+@contextlib.contextmanager
+def silent_logging():
+    """The hosts warn of what is not installed."""
+
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def exact_cross_entropy():
+    """An fp32 cross-entropy in the place of Megatron's fused one, whose backward rounds to bf16. For one tensor-parallel rank."""
+    module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
+
+    def exact(logits: Tensor, labels: Tensor, group) -> Tensor:  # [s, b, V], [s, b] -> [s, b]
+        assert group.size() == 1
+        return torch.logsumexp(logits, -1) - logits.gather(-1, labels[..., None])[..., 0]
+
+    with patch.object(module, "fused_vocab_parallel_cross_entropy", exact):
+        yield
+
+
+# verl, NeMo-RL, ROLL and SkyRL
 
 
 class ClassyModule(StubModule):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from adapter_cases import RowCase, gradients_of, padded, samples_of, truth
 from helpers import EXACT, loop_log_probs, pool_of, random_batch
-from host_harness import roots_by_environment
+from host_checkouts import roots_by_environment
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number
 from megatron_rl.config import Route

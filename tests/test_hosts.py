@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import error_of, pool_of, set_global_args
+from host_checkouts import roots_by_environment
 from host_emulator import StepResult, run_cases
-from host_harness import roots_by_environment
 from host_steps import (
     AGENT,
     CONSTANT,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
-from host_harness import load_checkout, own_train_data, roots_by_environment, silent_logging
+from host_checkouts import load_checkout, own_train_data, roots_by_environment, silent_logging
 from launch_settings import REDUCER, REWARD, RolloutSample, launch
 
 from megatron_rl.errors import ConfigError, DataError

@@ -42,7 +42,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from host_harness import STUBBED, load_checkout, silent_logging
+from host_checkouts import STUBBED, load_checkout, silent_logging
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import named_shards
