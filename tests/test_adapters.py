@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import refused_adapters
+import refused_hosts
 import skyrl_cases
 import torch
 from adapter_cases import (
@@ -239,13 +239,13 @@ def test_without_old_log_probs_the_ratio_is_one(adapter, settings, placeholder):
 
 
 @pytest.mark.parametrize(
-    ("launch", "settings"), [(launch, settings) for launch, rows in refused_adapters.TAKEN.items() for settings in rows]
+    ("launch", "settings"), [(launch, settings) for launch, rows in refused_hosts.TAKEN.items() for settings in rows]
 )
 def test_a_launch_beside_a_refused_one_is_taken(launch, settings):
     launch(**settings)
 
 
-@pytest.mark.parametrize(("launch", "settings", "fields"), refused_adapters.READ)
+@pytest.mark.parametrize(("launch", "settings", "fields"), refused_hosts.READ)
 def test_settings_are_read_by_the_hosts_names(launch, settings, fields):
     config = launch(**settings).config
     assert {name: getattr(config, name) for name in fields} == fields
