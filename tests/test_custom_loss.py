@@ -115,7 +115,7 @@ def test_without_rollout_counts_a_sample_is_its_own_rollout():
     torch.testing.assert_close(float(one(case, known)[0].detach()), -4.0, rtol=1e-6, atol=0)
 
 
-# test_host_rules has every rule of a launch; one of them here shows that our loss asks for all.
+# test_launch has every rule of a launch; one of them here shows that our loss asks for all.
 REFUSED = {
     "true on policy": ({"true_on_policy_mode": True}, "--true-on-policy-mode"),
     "FB-96 an estimator without a loss": ({"advantage_estimator": "opd"}, "--advantage-estimator opd names no policy loss"),

@@ -399,7 +399,7 @@ REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_
 
 
 def test_the_start_line_states_the_records_formula():
-    """And what it does not know. tests/test_init_hook.py has the built-in ones."""
+    """And what it does not know. tests/test_hooks.py has the built-in ones."""
     launch = check_launch(Namespace(loss_aggregation=SAMPLE_SUM, **REDUCER, global_batch_size=256))
     assert weight_of_a_token(launch) == "1/N = 1/256 = 0.003906"
     said = [shift_in_words(launch.config, coefficients) for coefficients in ((0.1, 0.1), (0.0, 0.1), (0.0, 0.0))]
