@@ -17,9 +17,9 @@ from helpers import EXACT, KERNEL_DEVICE, PARAMETERS
 from loss_backends import KERNEL
 from torch import Tensor
 
-from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel
+from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.declare import LossValue, LossValues, evaluate, get_policy_loss, policy_loss_names
-from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, CorrectionValue
+from megatron_rl.losses.corrections import CORRECTIONS, CorrectionValue
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLValue, kl_estimate
 
 # Losses
@@ -249,20 +249,3 @@ def test_a_correction_gives_what_it_drops_the_factor_0(name):
     assert torch.equal(is_kept, result.weights != 0)
     assert is_kept[2:7].all(), "bounds are inclusive"
     assert float(result.weights[4]) == 1.0, "where both policies agree nothing changes"
-
-
-@pytest.mark.parametrize("name", CORRECTIONS.names())
-def test_bounds_are_those_of_the_declaration(name):
-    kind = CORRECTIONS[name]
-    for level in CorrectionLevel:
-        problems = list(CorrectionSettings(kind=name, level=level).problems())
-        if None not in kind.bounds.get(level, (None,)):
-            assert not problems and CorrectionSettings(kind=name, level=level).bounds == kind.bounds[level]
-        elif level in kind.bounds:
-            missing = [bound for bound, usual in zip(("low", "high"), kind.bounds[level], strict=True) if usual is None]
-            assert all(f"--importance-correction-{bound}" in problems[0] for bound in missing)
-        else:
-            assert problems == [
-                f"importance_correction={name} does not act at level {level}: choose "
-                + " or ".join(f"--importance-correction-level {one}" for one in kind.bounds)
-            ]

@@ -127,25 +127,6 @@ def test_the_coefficients_are_those_by_hand(key, sign, options, expected, of):
     assert found == pytest.approx([float(x) for x in expected], abs=6e-7 if key == "sapo" else 1e-12)
 
 
-def test_dppo_kl_bounds_the_rest_of_a_probability_of_1():
-    """pi = 1, mu = 0.999: kl = 0.999 log(0.999) + 0.001 log(0.001 / 1e-8) = -0.0009995 + 0.0115129 = 0.0105, inside 0.05."""
-    log_ratio = torch.tensor([-math.log(0.999)], dtype=torch.float64)
-    found = get_policy_loss("dppo_kl").function(
-        *(log_ratio, torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)),
-        **{"divergence_low": 0.05, "divergence_high": 0.05, "ratio_truncation": 20.0},
-    )
-    assert found.derivative.item() == pytest.approx(-1 / 0.999) and not found.is_clipped.item()
-
-
-@pytest.mark.parametrize(("log_ratio", "weight"), [(5.0, math.exp(10)), (-5.0, math.exp(-10)), (3.0, math.exp(9))])
-def test_vespo_bounds_the_ratio_of_a_whole_sample(log_ratio, weight):
-    """Six tokens of mean log-ratio 5: W = e^30 is bounded to e^20, and W^(1/2) is e^10; of mean 3: e^18, and e^9."""
-    numbers = {"vespo_power_positive": 0.5, "vespo_decay_positive": 0.0, "vespo_power_negative": 9.0, "vespo_decay_negative": 9.0}
-    one = torch.ones(1, dtype=torch.float64)
-    found = get_policy_loss("vespo").function(log_ratio * one, one, -2 * one, token_counts=6 * one, **numbers)
-    assert found.derivative.item() == pytest.approx(-weight) and found.value.item() == pytest.approx(2 * weight)
-
-
 # Corrections
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
@@ -173,7 +154,6 @@ def corrected(advantages: Tensor, **settings):
         # The mean of log(rollout / trained) is -log of the geometric mean: .458145, -1.791759, -.270310.
         # Masked by the geometric means .632456, 6 and 1.310371, or by the products .4, 6 and 2.25; the weights are the tokens' own.
         ({"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.6, "high": 1.4}, [0.4, 1, 0, 1, 2.5, 0.9]),
-        ({"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.7, "high": 1.4}, [0, 0, 0, 1, 2.5, 0.9]),
         ({"kind": "seq_mask_tis", "level": "sequence_sum", "low": 0.3, "high": 2.0}, [0.4, 1, 0, 0, 0, 0]),
         (
             {"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.6, "high": 1.4, "sequence_delta": 0.4},
@@ -264,15 +244,6 @@ def kl_of(log_probs: Tensor, reference: Tensor) -> Tensor:
     return (log_probs.exp() * (log_probs - reference)).sum()
 
 
-@pytest.mark.parametrize("difference", [-1e4, -100.0, 100.0, 1e4])
-def test_k3_is_bounded_like_the_ratio(difference):
-    """FB-59, FB-93: where the value is saturated the derivative is 0, as autograd gives for the bounded function."""
-    value, derivative = kl_estimate("k3", *torch.tensor([[0.0], [difference], [0.0]], dtype=torch.float64))
-    bounded = math.copysign(20, difference)
-    assert value.item() == pytest.approx(math.exp(bounded) - bounded - 1, rel=1e-12)
-    assert derivative.item() == 0.0
-
-
 # What follows runs code of checkouts: functions are taken out of their files, and nothing is imported.
 
 
@@ -348,7 +319,7 @@ def by_slime(name: str, advantages: Tensor, log_probs: Tensor, *numbers: float) 
     return found.compute_policy_loss(divergence, advantages, *numbers)[0].sum()
 
 
-def by_miles(name: str, advantages: Tensor, log_probs: Tensor, *numbers: float) -> Tensor:
+def by_miles(advantages: Tensor, log_probs: Tensor, *numbers: float) -> Tensor:
     tree = source_of("MILES_ROOT", "miles/backends/training_utils/loss_hub/math_utils.py")
     scope = {
         node.targets[0].id: ast.literal_eval(node.value)
@@ -359,7 +330,7 @@ def by_miles(name: str, advantages: Tensor, log_probs: Tensor, *numbers: float) 
     return found.compute_policy_loss(OLD - log_probs, advantages, *numbers)[0].sum()
 
 
-def by_nemo(name: str, advantages: Tensor, log_probs: Tensor, **numbers) -> Tensor:
+def by_nemo(advantages: Tensor, log_probs: Tensor, **numbers) -> Tensor:
     """ClippedPGLossFn from the ratio to the clipped loss."""
     tree = source_of("NEMO_RL_ROOT", "nemo_rl/algorithms/loss/loss_functions.py")
     loss = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "ClippedPGLossFn")
@@ -372,9 +343,7 @@ def by_nemo(name: str, advantages: Tensor, log_probs: Tensor, **numbers) -> Tens
         "masked_mean": lambda x, mask, dim: (x * mask).sum(dim) / mask.sum(dim),
     }
     heads = ("if self.force_on_policy_ratio", "if self.use_cispo:", "if self.ratio_clip_c is not None")
-    found = statements_of(
-        ast.Module([loss], []), "__call__", lambda text: text.startswith(heads) and "ratios" in text + "ratios", **given
-    )
+    found = statements_of(ast.Module([loss], []), "__call__", lambda text: text.startswith(heads), **given)
     return (found["clip_loss"] * MASK).sum()
 
 
@@ -384,41 +353,28 @@ TV, KL = ({"divergence_low": b, "divergence_high": b, "ratio_truncation": 2.0} f
 MEAN = {"weights": torch.tensor([1 / n for n in LENGTHS], dtype=torch.float64)}
 # What a peer computes in float32 (SAPO's temperatures in verl, miles's ratio) or adds to a denominator: verl's GMPO adds
 # 1e-8 in three places, for a sample of one token at ratio 4 (2 + ln 4) 1e-8 of a coefficient of 4.
-ROUNDED = {"verl sapo": 2e-7, "miles grpo": 1e-6, "miles grpo, dual clip": 1e-6, "verl geo_mean": 1.4e-7}
+ROUNDED = {"verl sapo": 2e-7, "miles grpo": 1e-6, "verl geo_mean": 1.4e-7}
+VERL, SLIME, MILES, NEMO_RL = "VERL_ROOT", "SLIME_ROOT", "MILES_ROOT", "NEMO_RL_ROOT"
+VERLS_GMPO = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
+VERLS_TV, VERLS_KL = ({"clip_ratio_low": b, "clip_ratio_high": b, "clip_ratio_c": 2.0} for b in (0.12, 0.03))
 # Ours with its options; the checkout; its function.
 PEERS = {
-    "verl vanilla": ("grpo", {**DUAL}, "VERL_ROOT", functools.partial(by_verl, "vanilla", clip_ratio_c=3.0)),
-    "verl gspo": ("gspo_token", {**CLIP}, "VERL_ROOT", functools.partial(by_verl, "gspo")),
-    "verl cispo": ("cispo", {**CLIP}, "VERL_ROOT", functools.partial(by_verl, "cispo")),
-    "verl sapo": ("sapo", {}, "VERL_ROOT", functools.partial(by_verl, "sapo")),
-    "verl geo_mean": (
-        *("gmpo", {**MEAN}, "VERL_ROOT"),
-        functools.partial(by_verl, "geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4),
-    ),
-    "verl dppo_tv": (
-        *("dppo_tv", TV, "VERL_ROOT"),
-        functools.partial(by_verl, "dppo_tv", clip_ratio_low=0.12, clip_ratio_high=0.12, clip_ratio_c=2.0),
-    ),
-    "verl dppo_kl": (
-        *("dppo_kl", KL, "VERL_ROOT"),
-        functools.partial(by_verl, "dppo_kl", clip_ratio_low=0.03, clip_ratio_high=0.03, clip_ratio_c=2.0),
-    ),
-    "verl dro": ("dro", {"log_ratio_penalty": 0.1}, "VERL_ROOT", functools.partial(by_verl, "dro")),
-    "slime grpo": ("grpo", {**CLIP}, "SLIME_ROOT", lambda *given: by_slime("grpo", *given, 0.2, 0.28)),
-    "slime grpo, dual clip": ("grpo", {**DUAL}, "SLIME_ROOT", lambda *given: by_slime("grpo", *given, 0.2, 0.28, 3.0)),
-    "slime gspo": ("gspo", {**CLIP}, "SLIME_ROOT", lambda *given: by_slime("gspo", *given, 0.2, 0.28)),
-    "slime gspo, dual clip": ("gspo", {**DUAL}, "SLIME_ROOT", lambda *given: by_slime("gspo", *given, 0.2, 0.28, 3.0)),
-    "slime cispo": ("cispo", WIDE, "SLIME_ROOT", lambda *given: by_slime("cispo", *given, 1.0, 0.28)),
-    "miles grpo": ("grpo", {**CLIP}, "MILES_ROOT", lambda *given: by_miles("grpo", *given, 0.2, 0.28)),
-    "miles grpo, dual clip": ("grpo", {**DUAL}, "MILES_ROOT", lambda *given: by_miles("grpo", *given, 0.2, 0.28, 3.0)),
-    "nemo-rl grpo": ("grpo", {**CLIP}, "NEMO_RL_ROOT", functools.partial(by_nemo, "grpo")),
-    "nemo-rl grpo, dual clip": ("grpo", {**DUAL}, "NEMO_RL_ROOT", functools.partial(by_nemo, "grpo", ratio_clip_c=3.0)),
-    "nemo-rl gspo": (
-        *("gspo", {**CLIP}, "NEMO_RL_ROOT"),
-        functools.partial(by_nemo, "gspo", sequence_level_importance_ratios=True),
-    ),
-    "nemo-rl cispo": ("cispo", {**CLIP}, "NEMO_RL_ROOT", functools.partial(by_nemo, "cispo", use_cispo=True)),
-    "nemo-rl reinforce": ("reinforce", {}, "NEMO_RL_ROOT", functools.partial(by_nemo, "reinforce", disable_ppo_ratio=True)),
+    "verl vanilla": ("grpo", DUAL, VERL, functools.partial(by_verl, "vanilla", clip_ratio_c=3.0)),
+    "verl gspo": ("gspo_token", CLIP, VERL, functools.partial(by_verl, "gspo")),
+    "verl cispo": ("cispo", CLIP, VERL, functools.partial(by_verl, "cispo")),
+    "verl sapo": ("sapo", {}, VERL, functools.partial(by_verl, "sapo")),
+    "verl geo_mean": ("gmpo", MEAN, VERL, functools.partial(by_verl, "geo_mean", **VERLS_GMPO)),
+    "verl dppo_tv": ("dppo_tv", TV, VERL, functools.partial(by_verl, "dppo_tv", **VERLS_TV)),
+    "verl dppo_kl": ("dppo_kl", KL, VERL, functools.partial(by_verl, "dppo_kl", **VERLS_KL)),
+    "verl dro": ("dro", {"log_ratio_penalty": 0.1}, VERL, functools.partial(by_verl, "dro")),
+    "slime grpo": ("grpo", DUAL, SLIME, lambda *given: by_slime("grpo", *given, 0.2, 0.28, 3.0)),
+    "slime gspo": ("gspo", DUAL, SLIME, lambda *given: by_slime("gspo", *given, 0.2, 0.28, 3.0)),
+    "slime cispo": ("cispo", WIDE, SLIME, lambda *given: by_slime("cispo", *given, 1.0, 0.28)),
+    "miles grpo": ("grpo", DUAL, MILES, lambda *given: by_miles(*given, 0.2, 0.28, 3.0)),
+    "nemo-rl grpo": ("grpo", DUAL, NEMO_RL, functools.partial(by_nemo, ratio_clip_c=3.0)),
+    "nemo-rl gspo": ("gspo", CLIP, NEMO_RL, functools.partial(by_nemo, sequence_level_importance_ratios=True)),
+    "nemo-rl cispo": ("cispo", CLIP, NEMO_RL, functools.partial(by_nemo, use_cispo=True)),
+    "nemo-rl reinforce": ("reinforce", {}, NEMO_RL, functools.partial(by_nemo, disable_ppo_ratio=True)),
 }
 
 

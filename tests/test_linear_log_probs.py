@@ -50,8 +50,7 @@ def test_logits_of_16_bit_parameters_are_exact_to_float32(dtype, bits):
         torch.testing.assert_close(found.double(), expected, rtol=2.0**-bits, atol=1e-4)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("num_microbatches", [1, 16])
+@pytest.mark.parametrize(("num_microbatches", "tied"), [(1, True), (16, False)])
 def test_the_error_of_the_weight_gradient_does_not_grow_with_micro_batches(num_microbatches, tied):
     """FB-85: a gradient that is rounded to bf16 in each micro-batch loses bits as they grow; in the float32 buffer it keeps them.
     What autograd gets is no gradient: Megatron's hook leaves it, but adds it for a tied weight, so there it must be zeros."""
@@ -67,15 +66,6 @@ def test_the_error_of_the_weight_gradient_does_not_grow_with_micro_batches(num_m
         assert not tied or not weight.grad.any()
     *_, truth = exact(rows, weight, gradients)
     assert error_of(weight.main_grad, truth) < FLOAT32
-
-
-def test_a_frozen_head_and_frozen_hidden_states_get_no_gradient():
-    """The reference policy's head, and a head that is trained alone."""
-    hidden, weight, gradient = operands()
-    fp32_head_logits(hidden, weight.detach(), tp_group=SINGLE).backward(gradient)
-    fp32_head_logits(hidden.detach(), weight, tp_group=SINGLE).backward(gradient)
-    assert hidden.grad is not None and weight.grad is not None
-    assert not fp32_head_logits(hidden.detach(), weight.detach(), tp_group=SINGLE).requires_grad
 
 
 def test_a_detached_copy_of_the_weight_delivers_its_own_gradient():
@@ -107,10 +97,9 @@ def of_shard(tp, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_a_sharded_vocabulary_gives_whole_hidden_gradients(tp_size, sequence_parallel):
+def test_a_sharded_vocabulary_gives_whole_hidden_gradients(sequence_parallel):
     """Catches a shard's part of the sum over the vocabulary taken for the sum, or counted tp times, and shards in another order."""
-    answers = on_simulated_ranks(lambda of_rank: of_shard(of_rank.tp, sequence_parallel), groups_of_ranks(tp=tp_size))
+    answers = on_simulated_ranks(lambda of_rank: of_shard(of_rank.tp, sequence_parallel), groups_of_ranks(tp=4))
     for (of_logits, of_weight, of_hidden), has_shape, gradient in answers:
         assert of_logits < FLOAT32 and of_weight < FLOAT32 and of_hidden < 1.0 and has_shape
         assert gradient is None or torch.equal(gradient, answers[0][2])
@@ -155,8 +144,6 @@ def by_head(hidden, weight, labels, c, e, temperature=TEMPERATURE, **options):
     [
         (torch.float32, 1, False, False),
         (torch.float32, 5, True, False),
-        (torch.float32, 1000, True, False),
-        (torch.float32, 1000, True, True),
         (torch.bfloat16, 1000, True, True),
     ],
 )
@@ -218,15 +205,6 @@ def test_backward_multiplies_the_rows_that_have_a_coefficient_and_no_logits_are_
     assert (hidden.grad.abs().amax(1) > 0).tolist() == is_read.tolist()
 
 
-@pytest.mark.parametrize("live", [slice(0, 0), slice(3, 4)], ids=["no row", "one row"])
-def test_a_temperature_without_a_coefficient_takes_no_part(live):
-    hidden, weight, labels, c, _ = scored_operands(torch.float32)
-    c = torch.zeros_like(c).index_fill_(0, torch.arange(ROWS_OF_HIDDEN)[live], 1.5)
-    found = by_head(hidden, weight, labels, c, None, torch.where(torch.arange(ROWS_OF_HIDDEN) % 2 == 0, 2.0, TEMPERATURE))
-    for mine, theirs in zip(found[2:], by_autograd(hidden, weight, labels, c, None)[2:], strict=True):  # of row 3's temperature
-        assert (mine - theirs).abs().max() <= FLOAT32 * theirs.abs().max()
-
-
 # Columns that lie together in memory, and every row with a coefficient: each chunk is a slice of rows.
 BY_COLUMNS = {"hidden": lambda hidden: hidden.t().contiguous().t(), "c": lambda c: c + 1.0}
 # As in a micro-batch whose samples are all masked.
@@ -236,7 +214,6 @@ IDLE = {"c": lambda c: 0 * c, "e": lambda e: 0 * e}
 @pytest.mark.parametrize(
     ("temperature", "sequence_parallel", "reduces_hidden", "changes"),
     [
-        pytest.param(TEMPERATURE, False, True, {}, id="whole hidden states"),
         pytest.param(TEMPERATURE, False, True, BY_COLUMNS, id="hidden states of other strides"),
         pytest.param(TEMPERATURE, False, False, {}, id="the parts of the sum"),
         pytest.param(TEMPERATURE, True, True, {}, id="SP"),

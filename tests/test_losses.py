@@ -24,22 +24,10 @@ from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.policy_loss import (
     grpo_loss,
     gspo_loss,
-    linear_grpo_loss,
-    linear_gspo_loss,
-    linear_policy_loss,
     policy_loss,
 )
 
 BATCH = random_batch([5, 1, 9, 3])
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
-def test_a_loss_with_a_function_of_its_own_is_policy_loss_of_its_name(name):
-    function, fused = {"grpo": (grpo_loss, linear_grpo_loss), "gspo": (gspo_loss, linear_gspo_loss)}[name]
-    arguments = (BATCH.logits, *BATCH.arguments())
-    assert torch.equal(function(*arguments, **CLIP).loss, policy_loss(name, *arguments, **CLIP).loss)
-    arguments = (BATCH.logits, torch.eye(11, dtype=torch.float64), *BATCH.arguments())
-    assert torch.equal(fused(*arguments, **CLIP).loss, linear_policy_loss(name, *arguments, **CLIP).loss)
 
 
 @over_backends
@@ -86,31 +74,6 @@ def test_the_order_of_documents_moves_no_bit_of_a_float32_loss():
 
 
 SMALL = random_batch([4, 1, 3], seed=15)
-
-
-@over_backends
-def test_numpys_numbers_are_numbers(backend):
-    """They come out of everybody's configuration, and no compiled kernel knows their type."""
-    numpy = pytest.importorskip("numpy")
-    values = {**CLIP, "temperature": 0.7, "entropy_coefficient": 0.3}
-    got, want = (
-        backend.run(LOSSES["grpo"], SMALL, regularizer_weights=SMALL.token_weights, **{k: number(v) for k, v in values.items()})
-        for number in (numpy.float32, lambda value: float(numpy.float32(value)))
-    )
-    assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
-
-
-@pytest.mark.parametrize("kind", OF_EACH_LEVEL)
-def test_inplace_and_given_token_counts_change_no_bit(kind):
-    """FB-33: inplace writes the same gradient; token_counts given are the ones that would be counted."""
-    want, gradient = run_loss(LOSSES[kind], SMALL, **CLIP)
-    base = SMALL.logits.clone().requires_grad_()
-    counts = torch.tensor([int(SMALL.loss_mask[d].sum()) for d in SMALL.documents])
-    logits = base * 1
-    output = LOSSES[kind](logits, *SMALL.arguments(), inplace=True, token_counts=counts, **CLIP)
-    output.loss.backward()
-    assert torch.equal(output.loss, want.loss) and torch.equal(base.grad, gradient)
-    assert torch.equal(logits.detach(), gradient), "the gradient took the logits' place"
 
 
 @pytest.mark.parametrize("kind", OF_EACH_LEVEL)

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,7 +17,6 @@ import torch.distributed as dist
 from helpers import (
     CLIP,
     EXACT,
-    ROOT,
     Batch,
     loop_entropy,
     loop_log_probs,
@@ -36,20 +31,17 @@ from host_steps import REDUCED_BY, REWARD, SEGMENTS, Case
 from host_steps import oracle as truth_of_step
 from loss_backends import TRITON, counted_launches, over_backends
 from nemo_rl_cases import master_config
-from test_explain import CLOSE, LAYOUT, S, chain_of, stages
+from test_explain import CLOSE
 from torch import Tensor
-from trainer_cases import metrics_of, run_loop
 
-from megatron_rl import register_correction, register_kl_estimator
+from megatron_rl import register_correction
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import LossValue, evaluate, get_policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import nemo_rl
-from megatron_rl.hosts.args import read_launch
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
@@ -248,21 +240,6 @@ def test_trainers_that_hand_over_rows_ask_a_function_of_ones_own_too(settings, s
         nemo_rl.read(master_config({"reference_policy_kl_penalty": 0, **settings}))
 
 
-def test_a_name_of_two_halves_may_have_dots_in_each():
-    loss = "megatron_rl.losses.gspo.gspo"
-    halves = {f"gspo.{SAMPLE_SUM}": ("gspo", SAMPLE_SUM), f"{loss}.token_mean": (loss, "token_mean")}
-    halves |= {f"{loss}.{SAMPLE_SUM}": (loss, SAMPLE_SUM), "gspo.prompt_mean": ("gspo", "prompt_mean")}
-    assert {name: nemo_rl.OFFER.choose(name) for name in halves} == halves
-    for name, message in {
-        f"gspo.{OF_GROUPS}": "does not hand over what own_of_groups needs",
-        "gspo.own_losses.nothing": "own_losses",
-        "gspoo.token_mean": "gspoo.token_mean does not name a loss and an aggregation",
-        "gspo": "gspo does not name a loss and an aggregation",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            nemo_rl.OFFER.choose(name)
-
-
 # Estimators and corrections
 
 
@@ -299,61 +276,6 @@ def test_a_correction_of_ones_own_weighs_tokens_and_samples():
     assert found == pytest.approx([1 / 16, 1 / 8, 2.0], rel=1e-12)
 
 
-def test_what_is_not_finite_is_named_and_not_the_labels():
-    """After the one reduction, on each rank."""
-    register_kl_estimator("own")(lambda log_probs, ref_log_probs: log_probs.log())
-    options = {"kl_coefficient": 0.5, "ref_log_probs": BATCH.old_log_probs, "regularizer_weights": torch.ones(4)}
-    with pytest.raises(DataError, match="in what policy loss grpo or KL estimator own returns for finite inputs"):
-        run_loss(front_door("grpo"), BATCH, kl_estimator="own", **options, **CLIP)
-    register_policy_loss("divided")(lambda log_ratio, advantages: -advantages * log_ratio / 0.0)
-    with pytest.raises(DataError, match="in what policy loss divided returns for finite inputs.* write bounded_exp") as error:
-        run_loss(front_door("divided"), BATCH)
-    assert "label" not in str(error.value)
-
-
-# In train and in hosts
-
-
-def config_of(name: str) -> PolicyLossConfig:
-    return PolicyLossConfig(policy_loss=name, clip_ratio_high=0.001, samples_per_prompt=4)
-
-
-def train_and_host_step(rank: int, folder: Path, case: Case):
-    found = []
-    for name in ("own_losses.own_cispo", "cispo"):
-        _, weights = run_loop(folder / name, config_of(name), {"num_rollouts": 2, "lr": 1e-2})
-        found.append(([weight[-1] for weight in weights.values()], metrics_of(folder / name)))
-    return found, run_cases(rank, {}, [case])[0]
-
-
-@pytest.mark.megatron
-def test_cispo_in_a_file_of_ones_own_trains_in_train_and_in_an_emulated_host(pool, tmp_path):
-    """In train as the built-in one, bit for bit; in the host the step of dense logits by the reference."""
-    case = Case(host="slime", settings={"policy_loss": "own_losses.own_cispo"}, size=2)
-    [((own, builtin), host)] = pool.run(train_and_host_step, tmp_path, case, world_size=1)
-    assert all(map(torch.equal, own[0], builtin[0]))
-    assert own[1] == builtin[1] and any(row["policy/clipped_ratio_fraction"] > 0 for row in own[1])
-    assert not isinstance(host, str), host
-    gradient, other = (truth_of_step(Case(settings={"advantage_estimator": loss})).gradient for loss in ("cispo", "grpo"))
-    assert float((host.gradient - gradient).abs().max() / gradient.abs().max()) < 1e-6
-    assert not torch.allclose(gradient, other)
-
-
-def test_the_command_finds_a_module_in_the_folder_where_it_is_typed(tmp_path):
-    """A console script has its own folder in front, and not the current one."""
-    (tmp_path / "mine.py").write_text(
-        "from megatron_rl import register_policy_loss\n\n@register_policy_loss('mine')\ndef mine(log_ratio, advantages):\n"
-        "    return -advantages * log_ratio.exp()\n"
-    )
-    script = tmp_path / "bin" / "megatron-rl"
-    script.parent.mkdir()
-    script.write_text("import sys\nfrom megatron_rl.__main__ import main\nsys.exit(main())\n")
-    command = [sys.executable, script, "explain", "--policy-loss", "mine.mine", "--response-lengths", "3,4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # Aggregations
 
 # Step S: N = 4, P = 2, T = 7, m = (2, 4, 1, 0), M_g = (6, 6, 1, 1).
@@ -363,7 +285,6 @@ WEIGHTS = {
     SQUARE_ROOT: [1 / (4 * 2**0.5), 1 / 8, 1 / 4, 0],
     ODD: [1 / 48, 1 / 56, 1 / 44, 0],
 }
-FORMULAS = {SAMPLE_SUM: "1/N", OF_GROUPS: "m_i/(N M_g)", SQUARE_ROOT: "1/(N m_i^0.5)", ODD: "w_i"}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -375,40 +296,7 @@ def test_its_weights_by_hand(name):
     assert find_problems(Settings(config=PolicyLossConfig(loss_aggregation=name))) == []
 
 
-LAUNCHES = [
-    ("train", "", {name: "" for name in WEIGHTS}),
-    ("megatron_lm", "", {name: "" for name in WEIGHTS}),
-    ("verl", "", {SAMPLE_SUM: ""}),  # it hands over rows
-    # With the reward hook, where it is needed.
-    ("miles", "reducer", {SAMPLE_SUM: "1", SQUARE_ROOT: "1/m_i^0.5", OF_GROUPS: "m_i^2/M_g", ODD: "N w_i m_i"}),
-    ("miles", "custom_loss", {SAMPLE_SUM: "1", SQUARE_ROOT: "1/m_i^0.5", OF_GROUPS: "m_i^2/M_g", ODD: "N w_i m_i"}),
-]
-
-
-@pytest.mark.parametrize(("host", "route", "factors"), LAUNCHES)
-def test_explain_shows_it_along_the_chain(host, route, factors):
-    arguments = [*S[:6], "--host", host, *LAYOUT * (host != "verl"), *["--policy-loss", "grpo"] * (route == "custom_loss")]
-    for name, factor in factors.items():
-        chain = chain_of(*arguments, "--loss-aggregation", name)
-        assert chain["net"] == FORMULAS[name] or name == ODD
-        assert not route or stages(chain)["reward hook" if name in (OF_GROUPS, ODD) else route] == factor
-        assert host != "train" or chain["net_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
-
-
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
-
-
-def test_the_start_line_states_the_records_formula():
-    """And what it does not know. tests/test_hooks.py has the built-in ones."""
-    launch = check_launch(Namespace(loss_aggregation=SAMPLE_SUM, **REDUCER, global_batch_size=256))
-    assert weight_of_a_token(launch) == "1/N = 1/256 = 0.003906"
-    said = [shift_in_words(launch.config, coefficients) for coefficients in ((0.1, 0.1), (0.0, 0.1), (0.0, 0.0))]
-    ends = ["; KL and entropy x 1/m beside it", "; entropy x 1/m beside it", ""]
-    assert all(line.endswith(f"Adam hides it, clipping does not{end}") for line, end in zip(said, ends, strict=True)), said
-    unknown = "not stated: own_odd declares no formula"
-    assert weight_of_a_token(read_launch(Namespace(loss_aggregation=ODD, **REDUCER, **REWARD))) == unknown
-    assert shift_in_words(PolicyLossConfig(loss_aggregation=ODD)) == f"weights against sample_mean {unknown}"
-    assert "sample_mean x m_i^2/M_g for sample i" in shift_in_words(PolicyLossConfig(loss_aggregation=OF_GROUPS))
 
 
 def test_a_host_that_gives_too_little_refuses_it_by_name():

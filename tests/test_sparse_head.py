@@ -15,16 +15,13 @@ from carrier_cases import LiveBytes
 from helpers import KERNEL_DEVICE, without_needless_clip
 from linear_cases import VOCAB_SIZE as HEAD_COLUMNS
 from linear_cases import HeadBatch, every_term, head_batch, run, seen
-from simulated_ranks import groups_of_ranks, on_simulated_ranks
 
 from megatron_rl.config import Backend
-from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops import support as pairs_of
 from megatron_rl.ops.backends import vocab_shard
-from megatron_rl.ops.linear_log_probs import linear_log_probs, pair_kernels
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.linear_log_probs import pair_kernels
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.support import Pairs, make_pairs, pair_gradient, score_pairs
 from megatron_rl.policy_loss import linear_policy_loss
@@ -118,33 +115,6 @@ def test_an_id_of_many_rows_is_added_once(monkeypatch):
     pairs_of.add_weight_reference(ones, pairs, hidden, out=weight, max_bytes=2**31)
     counts = pairs.columns.bincount()
     assert [tuple(found.tolist()) for found in seen] == [tuple(counts[counts > 0].tolist())] and int(counts.max()) > 2
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_pair_is_no_launch_and_no_error(backend):
-    """A tp rank may own no column of any set, a cp rank may have no row."""
-    case = Case(torch.float32, 8)
-    shard = vocab_shard(VOCAB_SIZE + 1, TEMPERATURE, VOCAB_SIZE, SINGLE)
-    for rows in (torch.zeros(0, dtype=torch.int64), torch.tensor([0])):
-        pairs, kernels = make_pairs(case.support, rows, case.labels.to(KERNEL_DEVICE), shard), pair_kernels(backend)
-        hidden, weight = case.hidden.to(KERNEL_DEVICE), case.weight.to(KERNEL_DEVICE)
-        scores = score_pairs(hidden, weight, pairs, shard, SINGLE, kernels, max_bytes=100)
-        assert scores.log_probs.numel() == rows.numel() and not scores.log_probs.isfinite().any()
-        out = torch.zeros_like(hidden)
-        kernels.add_hidden(scores.x, pairs, weight, out=out, max_bytes=100)
-        kernels.add_weight(scores.x, pairs, hidden, out=torch.zeros_like(weight), max_bytes=100)
-        assert not out.any()
-
-
-def test_a_pair_of_another_rank_is_left_out_and_its_row_stays():
-    """Columns 20 to 36 of 37: row 2's ids lie below, so it has no pair here; of row 1 rank 0 has one id."""
-    support = SamplingSupport.from_lists([[5, 9], [3, 20, 36, 21], [7]])
-    labels = torch.tensor([9, 36, 7])
-    first, shard = (vocab_shard(20, 1.0, VOCAB_SIZE, of_rank.tp) for of_rank in groups_of_ranks(tp=2))
-    assert make_pairs(support, torch.tensor([1]), labels, first).columns.tolist() == [3]
-    pairs = make_pairs(support, torch.tensor([0, 1]), labels, shard)
-    assert pairs.columns.tolist() == [0, 1, 16] and pairs.places.tolist() == pairs.tokens.tolist() == [1, 1, 1]
-    assert pairs.offsets.tolist() == pairs.bounds.tolist() == [0, 0, 3] and pairs.is_label.tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -246,31 +216,3 @@ def test_main_grad_gets_the_sum_unrounded(which, loss_scale):
     # bfloat16, rounded once or twice; beside an entropy the sum of two such parts, which may cancel.
     atol = 2**-8 * float(want.hidden_gradient.abs().max()) if which == "entropy" else 1e-5
     torch.testing.assert_close(hidden.grad.float(), want.hidden_gradient, rtol=2**-7, atol=atol)
-
-
-def test_log_probs_of_sets_and_their_entropy_are_those_of_logits():
-    case = head_batch()
-    mask, labels = case.batch.loss_mask, case.batch.labels
-    options = {"sampling_support": sets(case), "temperature": 0.7, "loss_mask": mask, "with_entropy": True}
-    found = linear_log_probs(case.hidden, case.weight, labels, **options)
-    want = vocab_parallel_log_probs(case.batch.logits, labels, **options)
-    for mine, theirs in zip(found, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=EXACT)
-
-
-def test_tp_ranks_with_other_sets_are_told():
-    case = head_batch([4])
-    labels, old, *rest = case.batch.arguments()
-
-    def one(of_rank):
-        lists = [[int(label), (int(label) + 1 + of_rank.tp.rank()) % HEAD_COLUMNS] for label in labels]
-        weight = case.weight[of_rank.tp.rank() * 8 :][:8]
-        with pytest.raises(DataError, match="ids of sampling_support differs between tensor-parallel ranks"):
-            linear_policy_loss(
-                *("grpo", case.hidden, weight, labels, old, *rest),
-                tp_group=of_rank.tp,
-                check_ranks=True,
-                sampling_support=SamplingSupport.from_lists(lists),
-            )
-
-    on_simulated_ranks(one, groups_of_ranks(tp=2))
