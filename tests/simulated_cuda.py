@@ -170,8 +170,6 @@ class Operations(TorchDispatchMode):
         is_asked_for = means_device(kwargs.get("device"))
         if kwargs.get("device") is not None:
             kwargs["device"] = HOST
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         on_device = [is_on_device(tensor) for tensor in inputs]
         is_collective = operation.namespace == "c10d"
@@ -271,9 +269,6 @@ def of_tensors(record: Record) -> Iterator[tuple[object, str, object]]:
         answer = base.type(tensor, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) and is_on_device(tensor) else answer
 
-    def new_tensor(tensor: Tensor, data, *, dtype=None, **kwargs) -> Tensor:
-        return torch.tensor(data, dtype=tensor.dtype if dtype is None else dtype, **{"device": tensor.device, **kwargs})
-
     found = {
         "device": property(lambda tensor: DEVICE if is_on_device(tensor) else HOST),
         "is_cuda": property(is_on_device),
@@ -284,7 +279,6 @@ def of_tensors(record: Record) -> Iterator[tuple[object, str, object]]:
         "cuda": lambda tensor, device=None, non_blocking=False: to(tensor, DEVICE, non_blocking=non_blocking),
         "pin_memory": lambda tensor: tensor,
         "type": type_of,
-        "new_tensor": new_tensor,
         "__setitem__": set_item,
         **{name: looking(name) for name in ("tolist", "numpy")},
     }
