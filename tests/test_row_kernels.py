@@ -1,7 +1,8 @@
 """The kernels of rows, with blocks so small that every part of a row occurs: against float64, and what memory they touch.
 
 What the front door promises is tested for both backends in test_log_probs.py, their machine code in test_kernel_code.py.
-Interpreted on a CPU, compiled on a GPU."""
+Interpreted on a CPU, compiled on a GPU. Then the kernel that reads a row once, beside the two: when it is chosen, and its factor.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +10,38 @@ import contextlib
 import math
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE
+from helpers import CLIP, KERNEL_DEVICE, Batch, random_batch, without_needless_clip
 from linear_cases import budget, dense_scores, head_batch, on_device, run, worst_error
 from loss_backends import counted_launches
+from simulated_cuda import simulated_cuda
 from test_head import KINDS, fused, options_of
 from test_log_probs import TOLERANCE
+from torch import Tensor
 
 import megatron_rl.ops.backends as backends
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.losses.corrections import CorrectionSettings
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.backends import (
+    ROWS_AT_ONCE,
     GradientConfiguration,
     OneReadConfiguration,
     StatisticsConfiguration,
     VocabShard,
-    flat_rows,
     gradient_like,
+    one_read_configuration,
     split_rows,
     vocab_shard,
 )
 from megatron_rl.ops.log_probs_torch import merge_shards
+from megatron_rl.policy_loss import policy_loss
+from megatron_rl.policy_loss.api import PolicyLossOutput
 
 pytest.importorskip("triton")
 import megatron_rl.ops.rows_triton as rows_triton
@@ -132,31 +141,19 @@ def forward_and_gradient(rows, labels, mask, shard, c, e=None, *, out=None, forw
 SHAPES = [
     pytest.param(64, 64, 0, 1, id="whole tiles alone"),
     pytest.param(31, 31, 0, 1, id="one below a tile"),
-    pytest.param(33, 33, 0, 1, id="one above a tile"),
     pytest.param(63, 63, 0, 2, id="one below two tiles, split"),
     pytest.param(65, 65, 0, 2, id="one above two tiles, split"),
     pytest.param(40, 40, 0, 1, id="a multiple of 8 and not of 16"),
     pytest.param(1, 1, 0, 1, id="one column"),
     pytest.param(5, 5, 0, 1, id="rows that end before the first aligned column"),
-    pytest.param(48, 48, 3, 1, id="a misaligned address"),
     pytest.param(97, 107, 5, 1, id="a misaligned address and an odd stride"),
     pytest.param(130, 131, 1, 3, id="the same, split in three"),
-    pytest.param(90, 96, 0, 2, id="aligned rows of a ragged width"),
     pytest.param(171, 171, 2, 1, id="more padding than a tile"),
 ]
 
 
-# float32 meets each shape; 16 bits, with tiles of 64 columns and other alignments, the borders of theirs.
-SIXTEEN_BITS = [torch.bfloat16, torch.float16]
-SHAPES_AND_DTYPES = [
-    pytest.param(*shape.values, dtype, id=f"{shape.id}, {dtype}")
-    for number, shape in enumerate(SHAPES)
-    for dtype in (torch.float32, SIXTEEN_BITS[number % 2])
-    if dtype == torch.float32 or shape.values[0] in (1, 63, 64, 65, 48, 97, 130)
-]
-
-
-@pytest.mark.parametrize(("width", "stride", "offset", "splits", "dtype"), SHAPES_AND_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "stride", "offset", "splits"), SHAPES)
 def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, splits, dtype):
     """Values and gradients against float64 for v around block edges, and each address that the kernels touch.
 
@@ -277,8 +274,7 @@ def test_minus_infinity_columns_have_probability_0(kind):
     torch.testing.assert_close(out[:, real].double(), gradient, **TOLERANCE)
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
-def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
+def test_rows_lie_beyond_two_to_the_31_elements():
     """FB-81: row * stride in 32 bits would wrap around, and a listed row is 32 bits wide; the memory between is never touched."""
     stride = 2**30 + 5
     if IS_INTERPRETED:
@@ -294,8 +290,8 @@ def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
     rows.copy_(logits)
     labels, ones = labels.to(KERNEL_DEVICE), torch.ones(4, device=KERNEL_DEVICE)
     log_probs, _, gradient = dense_scores(logits, labels, ones, 0 * ones, 1.0)
-    shard, mask = VocabShard(0, 50, 1.0, 50), (ones > 0 if has_mask else None)
-    result, _ = forward_and_gradient(rows, labels, mask, shard, ones, out=rows)
+    shard = VocabShard(0, 50, 1.0, 50)
+    result, _ = forward_and_gradient(rows, labels, ones > 0, shard, ones, out=rows)
     torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
     torch.testing.assert_close(rows.cpu().double(), gradient, **GRADIENT_TOLERANCE[torch.float16])
 
@@ -327,41 +323,12 @@ def test_the_gradient_goes_into_any_tensor(kind):
     torch.testing.assert_close(out.double().cpu(), wanted, **GRADIENT_TOLERANCE[out.dtype])
 
 
-@only_interpreted
-def test_wrapped_memory_that_begins_at_any_address_is_read_right():
-    """The address cannot be moved down into memory that is not ours: slower on a GPU, and the same numbers."""
-    logits, labels = random_rows(3, 50, torch.bfloat16)
-    memory = bytearray(2 * logits.numel() + 64)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16 + 6
-    rows = torch.frombuffer(memory, dtype=torch.bfloat16, offset=start, count=logits.numel()).view(3, 50)
-    rows.copy_(logits)
-    assert rows.data_ptr() % 16 == 6 and flat_rows(rows).shift == 0
-    wanted = dense_scores(logits, labels, torch.ones(3), torch.zeros(3), 1.0)[0]
-    result = row_results_triton(rows, labels, None, VocabShard(0, 50, 1.0, 50), SINGLE, with_entropy=False, **SMALL)
-    torch.testing.assert_close(result.log_probs.double(), wanted, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("stride", "offset", "expected_stride"),
-    [(96, 0, 96), (104, 16, 96), (97, 0, 97), (100, 3, 100)],
-    ids=["contiguous", "aligned rows", "rows 1 apart", "rows 4 apart, shifted"],
-)
-def test_a_gradient_has_the_logits_aligned_columns(stride, offset, expected_stride):
-    rows = torch.empty(offset + 5 * stride, dtype=torch.bfloat16).as_strided((5, 96), (stride, 1), offset)
-    gradient = gradient_like(rows)
-    assert flat_rows(gradient).is_aligned_with(flat_rows(rows))
-    assert gradient.shape == rows.shape and gradient.dtype == rows.dtype
-    assert gradient.stride() == (expected_stride, 1) and gradient.storage_offset() == offset % 8
-
-
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "splits", "expected_splits"),
     [
         (4096, 151936, None, (1, 153600)),  # the rows fill the device
         (512, 151936, None, (3, 51200)),  # 8 x 132 / 512 = 2.06
         (16, 151936, None, (15, 10240)),  # 66 wanted; at least 4 tiles each, at most 18: 74.2 tiles / 18 = 4.1, so 5 each
-        (16, 4096, None, (1, 4096)),
-        (1, 100, None, (1, 2048)),
         (16, 100, 4, (1, 2048)),  # columns for one tile
         (0, 0, None, (1, 2048)),
     ],
@@ -374,12 +341,12 @@ def test_few_rows_are_split_over_the_device(monkeypatch, num_rows, num_columns, 
     assert (got[0] - 1) * got[1] < max(num_columns, 1) <= got[0] * got[1]
 
 
-# Lanes and tiles of the statistics as in SMALL, blocks as in SMALL_GRADIENT: the kernel then has the numbers of the two kernels.
-SAME_LANES = OneReadConfiguration(
-    SMALL["configuration"].lanes, SMALL["configuration"].tiles, SMALL_GRADIENT["configuration"].block, num_warps=1
-)
-ROWS, WIDTH, REAL = 13, 83, 77
-# float32: sums of 77 exponentials in another order. bfloat16: a unit in the last place of 1 / 0.7; the interpreter truncates.
+# The kernel that reads a row once
+
+WIDTH, REAL, TAIL = 77, 70, 2  # stored columns, those that are no padding, tokens after the last document
+# Lanes and tiles of the statistics as in SMALL, blocks as in SMALL_GRADIENT. 77 columns have full tiles, a masked one and edges.
+FEW_LANES = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
+# float32: sums of 70 exponentials in another order. bfloat16: a unit in the last place of 1 / 0.7; the interpreter truncates.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
@@ -389,11 +356,16 @@ def one_processor(monkeypatch):
     monkeypatch.setattr(backends, "num_processors", lambda device: backends.PROCESSORS_OF_A_CPU)
 
 
-@pytest.fixture(params=[None, SAME_LANES], ids=["shipped lanes", "few lanes"])
-def lanes(request, monkeypatch):
-    if request.param is not None:
-        monkeypatch.setattr(rows_triton, "one_read_configuration", lambda *sizes: request.param)
-    return request.param
+@contextlib.contextmanager
+def few_lanes(configuration: OneReadConfiguration | None = FEW_LANES) -> Iterator[list[str]]:
+    """Any shape fits the cache, and both paths have the same lanes. Gives the names of the kernels that are launched."""
+    with (
+        mock.patch.object(rows_triton, "one_read_configuration", lambda *sizes: configuration),
+        mock.patch.dict(row_results_triton.__kwdefaults__, SMALL),
+        mock.patch.dict(logits_gradient_triton.__kwdefaults__, SMALL_GRADIENT),
+        counted_launches() as launches,
+    ):
+        yield launches
 
 
 @pytest.mark.parametrize(
@@ -402,20 +374,20 @@ def lanes(request, monkeypatch):
         (WIDTH, 0, torch.float32, None, True),
         (WIDTH, 0, torch.bfloat16, None, False),
         (96, 0, torch.bfloat16, None, True),
-        (96, 5, torch.float32, None, False),
         (96, 5, torch.bfloat16, None, True),
         (96, 0, torch.float32, torch.bfloat16, False),
     ],
 )
-def test_a_unit_gradient_is_that_of_a_log_probability_in_place_and_beside(lanes, stride, offset, dtype, into, with_entropy):
+def test_a_unit_gradient_is_that_of_a_log_probability_in_place_and_beside(stride, offset, dtype, into, with_entropy):
     """NaN stands behind the vocabulary and between the rows."""
-    values, labels = random_rows(ROWS, WIDTH, dtype, seed=3)
+    values, labels = random_rows(13, WIDTH, dtype, seed=3)
     values[:, REAL:] = math.nan
     memory, rows = in_guarded_memory(values, stride, offset)
     labels, before, logits = (labels % REAL).to(KERNEL_DEVICE), memory.clone(), rows.clone()
-    out = rows if into is None else torch.full((ROWS, 96), math.nan, dtype=into, device=KERNEL_DEVICE)[:, :WIDTH]
-    result = unit_gradient(rows, labels, vocab_shard(WIDTH, 0.7, REAL, SINGLE), with_entropy=with_entropy, out=out)
-    log_probs, entropy, gradient = dense_scores(logits[:, :REAL], labels, torch.ones(ROWS), torch.zeros(ROWS), 0.7)
+    out = rows if into is None else torch.full((13, 96), math.nan, dtype=into, device=KERNEL_DEVICE)[:, :WIDTH]
+    with few_lanes():
+        result = unit_gradient(rows, labels, vocab_shard(WIDTH, 0.7, REAL, SINGLE), with_entropy=with_entropy, out=out)
+    log_probs, entropy, gradient = dense_scores(logits[:, :REAL], labels, torch.ones(13), torch.zeros(13), 0.7)
     assert torch.allclose(result.log_probs.cpu().double(), log_probs, rtol=0, atol=5e-6)
     assert torch.allclose(result.entropy.cpu().double(), entropy if with_entropy else 0 * entropy, rtol=0, atol=5e-6)
     assert torch.allclose(out[:, :REAL].cpu().double(), gradient, rtol=0, atol=TOLERANCES[out.dtype])
@@ -425,16 +397,10 @@ def test_a_unit_gradient_is_that_of_a_log_probability_in_place_and_beside(lanes,
     assert torch.equal(memory.nan_to_num(7.0), before.nan_to_num(7.0)), "it wrote beside its rows"
 
 
-@pytest.mark.parametrize(
-    ("rows", "out_dtype", "is_planned"),
-    [(ROWS, torch.float32, True), (1, torch.float32, False), (0, torch.float32, False), (ROWS, torch.float16, False)],
-    ids=["enough rows", "fewer than two waves", "no row", "float16, which large hidden states would overflow"],
-)
-def test_it_runs_where_rows_fit_the_cache_and_the_dtype_has_the_range(rows, out_dtype, is_planned):
-    logits = torch.zeros(rows, WIDTH, device=KERNEL_DEVICE)
-    out = logits if out_dtype == torch.float32 else torch.zeros(rows, WIDTH, dtype=out_dtype, device=KERNEL_DEVICE)
-    labels, shard = torch.zeros(rows, dtype=torch.int64, device=KERNEL_DEVICE), vocab_shard(WIDTH, 1.0, None, SINGLE)
-    assert (unit_gradient(logits, labels, shard, with_entropy=False, out=out) is not None) == is_planned
+def test_a_float16_gradient_which_large_hidden_states_would_overflow_has_two_kernels():
+    logits, labels = (torch.zeros(size, dtype=torch.float16, device=KERNEL_DEVICE) for size in ((13, WIDTH), 13))
+    shard = vocab_shard(WIDTH, 1.0, None, SINGLE)
+    assert unit_gradient(logits, labels.long(), shard, with_entropy=False, out=logits) is None
 
 
 # In the fused head
@@ -446,7 +412,6 @@ def test_it_runs_where_rows_fit_the_cache_and_the_dtype_has_the_range(rows, out_
         pytest.param("grpo", 1000, (1, 0, 0), {}, id="row-by-row"),
         pytest.param("gspo", 1000, (1, 0, 0), {}, id="in-chunk"),
         pytest.param("gspo", 9, (2, 0, 0), {}, id="scale-last: one document in two chunks"),
-        pytest.param("grpo", 9, (2, 0, 0), {}, id="row-by-row in two chunks"),
         pytest.param("gspo with every term", 1000, (0, 1, 1), {}, id="an entropy term does not commute"),
         # KL: the last chunk is read once, each of the others at the statistics and at the gradient.
         pytest.param("gspo with every term", 9, (1, 1, 1), {"entropy_coefficient": 0.0, "metrics": "basic"}, id="two-pass"),
@@ -470,3 +435,200 @@ def test_a_coefficient_after_the_product_of_16_bits_gives_the_gradient_of_one_be
     got = run(fused(KINDS[name][0]), moved, backend="triton", max_logits_bytes=budget(case, rows), **there)
     errors = worst_error(got, exact)
     assert errors["hidden"] < 2**-6 and errors["weight"] < 2**-6, errors
+
+
+# In a loss of which a factor is announced
+
+SCALE = 3.0
+LENGTHS, NUM_MASKED = [4, 0, 5, 1, 2], (1, 0, 2, 0, 2)  # the last document is masked altogether
+
+
+def make_batch(dtype: torch.dtype = torch.float32) -> Batch:
+    """Logits with padded columns and tokens that hold NaN where nothing may be read; float32 vectors."""
+    batch = random_batch([*LENGTHS, TAIL], vocab_size=REAL, num_masked=(*NUM_MASKED, TAIL))
+    logits = torch.full((sum(LENGTHS) + TAIL, WIDTH), math.nan, dtype=torch.float64)
+    logits[:, :REAL] = 2 * batch.logits
+    logits[~batch.loss_mask] = math.nan
+    batch = replace(batch, logits=logits.to(dtype), documents=batch.documents[:-1])
+    numbers = {"old_log_probs": batch.old_log_probs.float(), "advantages": batch.advantages[:-1].float()}
+    batch = replace(batch, token_weights=batch.token_weights[:-1].float(), **numbers)
+    names = ("logits", "labels", "old_log_probs", "advantages", "loss_mask")
+    return replace(batch, **{name: getattr(batch, name).to(KERNEL_DEVICE) for name in names})
+
+
+def run_loss(
+    kind: str, batch: Batch, *, loss_scale: float | Tensor | None = SCALE, backend: str = "triton", **options
+) -> tuple[PolicyLossOutput, Tensor]:
+    """(the output, the gradient), after a backward with SCALE."""
+    leaf = batch.logits.clone().requires_grad_()
+    asked = {"temperature": 0.7, "vocab_size": REAL, "backend": backend, "loss_scale": loss_scale} | options
+    output = without_needless_clip(policy_loss, kind, leaf * 1, *batch.arguments(), **CLIP, **asked)
+    (output.loss * SCALE).backward()
+    return output, leaf.grad
+
+
+@pytest.mark.parametrize(("backend", "loss_scale"), [("torch", None), ("triton", None), ("triton", SCALE)])
+def test_without_old_log_probs_the_ratio_is_exactly_1(backend, loss_scale):
+    """Also in kernels of one read and of two, which add up a row in other orders."""
+    for kind in ("grpo", "cispo", "topr", "gspo", "gmpo"):
+        batch = replace(make_batch(), old_log_probs=None)
+        found = finalise_metrics(run_loss(kind, batch, backend=backend, loss_scale=loss_scale, metrics="basic")[0].metrics)
+        assert found["policy/ratio_new_old_sum"] == found["policy/ratio_new_old_squared_sum"], kind
+        assert (found["policy/effective_sample_size"], found["policy/kl_new_old"]) == (1.0, 0.0), kind
+        assert found["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-15), kind  # a mean of ones over float64 weights
+        assert found["policy/clipped_ratio_fraction"] == 0.0 and found["policy/old_logprobs"] == found["policy/new_logprobs"], kind
+
+
+# A row of 256 logits with the lanes of each shipped program, beside K1's 128: sums of 256 float32 numbers in another order.
+@pytest.mark.parametrize("num_warps", ROWS_AT_ONCE)
+def test_more_lanes_change_the_last_bits_alone(num_warps):
+    batch = make_batch()
+    batch = replace(batch, logits=torch.cat([batch.logits[:, :REAL].nan_to_num().repeat(1, 60)], 1))
+    lanes = 32 * num_warps
+    with few_lanes(OneReadConfiguration(lanes, 2, 16 * lanes, num_warps)):
+        found, gradient = run_loss("grpo", batch, vocab_size=None)
+    wanted, two_kernels = run_loss("grpo", batch, vocab_size=None, loss_scale=None)
+    torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(gradient, two_kernels, rtol=5e-6, atol=1e-9)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=2e-6, atol=1e-6)
+
+
+@only_interpreted
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_row_is_read_twice_and_written_once_and_a_masked_one_only_written(inplace):
+    """The second read comes from the cache. Nothing beside the rows is touched."""
+    batch, stride, offset = make_batch(), WIDTH + 6, 5
+    memory, view = in_guarded_memory(batch.logits, stride, offset)
+    with few_lanes() as launches, recorded_accesses() as accesses:
+        leaf = view.requires_grad_()
+        output = policy_loss(
+            "grpo", leaf, *batch.arguments(), backend="triton", vocab_size=REAL, loss_scale=SCALE, inplace=inplace, tp_group=SINGLE
+        )
+    assert launches[0] == "one_read_kernel"
+    reads = counts(accesses.loads, memory).as_strided(view.shape, (stride, 1), offset)
+    live, label = batch.loss_mask, batch.labels
+    of_label = torch.zeros_like(reads).scatter_(1, label[:, None], 1)  # the log-probability's own load
+    has_gradient = reads[:, 0] == 2
+    assert torch.equal(reads[~live], torch.zeros_like(reads[~live]))
+    # A vector at the end may hold padding: it is read, and not used. A clipped row is read once.
+    assert torch.equal((reads - of_label)[live & has_gradient][:, :REAL], torch.full_like(reads, 2)[live & has_gradient][:, :REAL])
+    assert (reads - of_label)[live][:, :REAL].min() >= 1 and reads[live][:, :REAL].max() <= 3 and (live & has_gradient).any()
+    written = counts(accesses.stores, memory)
+    expected = torch.zeros_like(written)
+    expected.as_strided(view.shape, (stride, 1), offset).fill_(int(inplace))
+    assert torch.equal(written, expected)
+    output.loss.mul(SCALE).backward()
+    assert leaf.grad[~live].eq(0).all() and torch.isfinite(leaf.grad).all()
+
+
+def test_a_value_that_is_not_finite_is_found_as_after_two_kernels(monkeypatch):
+    """On a CPU it raises; where nobody looks, as on a GPU, counts and NaN in the gradient are those of two kernels."""
+    batch = make_batch()
+    batch.logits[1, 3], batch.old_log_probs[6], batch.labels[8] = math.nan, math.inf, REAL
+    if IS_INTERPRETED:
+        with few_lanes(), pytest.raises(DataError, match="document 0 of the micro-batch has 1 unmasked tokens"):
+            run_loss("cispo", batch)
+        monkeypatch.setattr("megatron_rl.policy_loss.api.refuse_bad_data", lambda *arguments: None)
+    with few_lanes():
+        found, gradient = run_loss("cispo", batch)
+        wanted, two_kernels = run_loss("cispo", batch, loss_scale=None)
+    assert found.num_nonfinite.tolist() == wanted.num_nonfinite.tolist() == [1, 0, 2, 0, 0]
+    torch.testing.assert_close(gradient, two_kernels, rtol=0, atol=0, equal_nan=True)
+    assert gradient[1].isnan().any()
+
+
+# What backward delivers is checked by both paths and by both backends: no shape decides whether a wrong factor is seen.
+@pytest.mark.parametrize(
+    ("backend", "is_one_read"), [("triton", True), ("triton", False), ("torch", False)], ids=["one read", "two kernels", "torch"]
+)
+@pytest.mark.skipif(not IS_INTERPRETED, reason="on a GPU a wrong factor is NaN: the test below")
+def test_another_factor_than_the_announced_one_is_refused(backend, is_one_read):
+    with few_lanes(FEW_LANES if is_one_read else None) as launches:
+        batch = make_batch()
+        with pytest.raises(ConfigError, match="loss_scale=2.0 was announced and backward delivers 3.0"):
+            run_loss("grpo", batch, loss_scale=2.0, backend=backend)
+        leaf = batch.logits.clone().requires_grad_()
+        output = policy_loss("grpo", leaf, *batch.arguments(), backend=backend, vocab_size=REAL, loss_scale=SCALE)
+        for _ in range(2 if is_one_read else 1):
+            with pytest.raises(ConfigError, match="a second backward") if leaf.grad is not None else contextlib.nullcontext():
+                (output.loss * SCALE).backward(retain_graph=True)
+    assert ("one_read_kernel" in launches) == is_one_read
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="there is a GPU")
+@pytest.mark.parametrize("is_one_read", [True, False])
+@pytest.mark.parametrize("announced", [SCALE, 2.0])
+def test_on_a_gpu_another_factor_makes_the_gradient_nan_and_nobody_waits(is_one_read, announced):
+    batch = make_batch()
+    with few_lanes(FEW_LANES if is_one_read else None), simulated_cuda() as seen:
+        leaf = batch.logits.to("cuda").requires_grad_()
+        tensors = [tensor.to("cuda") for tensor in batch.arguments()]
+        seen.clear()
+        output = policy_loss("grpo", leaf, *tensors, vocab_size=REAL, loss_scale=announced, tp_group=SINGLE, cp_group=SINGLE)
+        (output.loss * SCALE).backward()
+        assert seen == []
+        gradient = leaf.grad.cpu()
+    assert gradient[batch.loss_mask].isnan().any() == (announced != SCALE)
+    if announced != SCALE:  # each row that another layer multiplies becomes NaN
+        assert gradient[batch.loss_mask & gradient.ne(0).any(1)].isnan().any(1).all()
+
+
+CORRECTED = {
+    "rollout_log_probs": torch.linspace(-3.0, -2.0, sum(LENGTHS) + TAIL, device=KERNEL_DEVICE),
+    "correction": CorrectionSettings(kind="tis", high=1.1, level="token"),
+}
+
+
+# (loss, whether with a correction, a change of the batch): what one kernel cannot know.
+@pytest.mark.parametrize(
+    ("kind", "is_corrected", "change", "is_one_read"),
+    [
+        pytest.param("grpo", False, {}, True, id="a loss of tokens"),
+        pytest.param("gspo", False, {"old_log_probs": None}, True, id="a sequence loss on-policy"),
+        pytest.param("gspo", False, {}, False, id="a sequence loss off-policy"),
+        # A row's entropy is known when it has been read, which is after the loss's derivative was wanted.
+        pytest.param("own_heeding", False, {}, False, id="a loss that needs entropies"),
+        pytest.param("grpo", True, {"old_log_probs": None}, False, id="weights of the policy in training"),
+        pytest.param("gspo", True, {"old_log_probs": None}, False, id="a sequence loss with a correction"),
+    ],
+)
+def test_one_kernel_is_chosen_where_the_coefficients_are_known(kind, is_corrected, change, is_one_read, own_losses):
+    batch = replace(make_batch(), **change)
+    with few_lanes() as launches:
+        run_loss(kind, batch, **(CORRECTED if is_corrected else {}))
+    assert ("one_read_kernel" in launches) == is_one_read == ("row_statistics_kernel" not in launches)
+
+
+def test_two_kernels_stay_without_a_gradient_a_factor_or_adjacent_columns():
+    batch = make_batch()
+    logits = batch.logits.clone()
+    options = {"backend": "triton", "vocab_size": REAL, "loss_scale": SCALE, "inplace": True}
+    with few_lanes() as launches:
+        policy_loss("grpo", logits, *batch.arguments(), **options)
+        with torch.no_grad():
+            policy_loss("grpo", logits.requires_grad_(), *batch.arguments(), **options)
+        policy_loss("grpo", logits, *batch.arguments(), **options | {"loss_scale": None})
+        strided = logits.detach().t().contiguous().t().requires_grad_()
+        policy_loss("grpo", strided, *batch.arguments(), **options | {"inplace": False})
+    assert "one_read_kernel" not in launches
+    assert torch.equal(logits.detach().nan_to_num(), batch.logits.nan_to_num())  # the in-place write waits for a backward
+
+
+# 132 multiprocessors and 50 MiB. (rows, columns, bytes of a logit, warps)
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "itemsize", "num_warps"),
+    [
+        pytest.param(8192, 151936, 2, 32, id="Qwen in bf16: a row an SM"),
+        pytest.param(8192, 151936, 4, 32, id="Qwen in float32: the rows do not fit, and half of them is still found"),
+        pytest.param(8192, 52958, 2, 16, id="the widest bf16 rows of three an SM"),
+        pytest.param(8192, 25600, 2, 8, id="a short vocabulary: six rows"),
+        pytest.param(264, 151936, 2, 32, id="two waves"),
+        pytest.param(263, 151936, 2, None, id="fewer than two waves"),
+        pytest.param(300, 25600, 2, 32, id="too few rows for six at once"),
+    ],
+)
+def test_shape_and_cache_choose_the_program(monkeypatch, num_rows, num_columns, itemsize, num_warps):
+    monkeypatch.setattr(backends, "num_processors", lambda device: 132)
+    monkeypatch.setattr(backends, "cache_bytes", lambda device: 50 << 20)
+    found = one_read_configuration(num_rows, num_columns * itemsize, torch.device("cuda"))
+    assert (None if found is None else found.num_warps) == num_warps
