@@ -23,7 +23,7 @@ from megatron_rl.ops.log_probs import row_kernels
 from megatron_rl.policy_loss import api
 from megatron_rl.policy_loss import policy_loss as front_door
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Enough rows to fill every multiprocessor, and the vocabulary of Qwen; few rows are split.
 ROWS, FEW_ROWS, COLUMNS = 4096, 16, 151936
 # (rows, columns, row stride, offset of the first row): multiples of 16, of 8 alone, of nothing; one row; columns of a wider
@@ -33,8 +33,7 @@ SIZES = [
     *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
 ]
 TEMPERATURES = (1.0, 0.7)
-# Losses without a function of their own that have a Triton twin.
-OTHER_TWINS = [name for name in policy_loss_names() if name not in ("grpo", "gspo") and get_policy_loss(name).triton]
+TWINS = [name for name in policy_loss_names() if get_policy_loss(name).triton]
 
 
 class PretendedPair:
@@ -173,77 +172,62 @@ def each_size(function: Callable[..., None]) -> None:
 
 
 def make_launches() -> dict[str, Callable[[], None]]:
-    launches: dict[str, Callable[[], None]] = {}
-    for dtype in DTYPES:
-        for entropy in (False, True):
-            name, chosen = f"{dtype}, entropy" if entropy else dtype, {"with_entropy": entropy}
-            launches[f"statistics {name}"] = lambda dtype=dtype, chosen=chosen: statistics(large(dtype), **chosen)
-            launches[f"gradient {name}"] = lambda dtype=dtype, chosen=chosen: gradient(large(dtype), **chosen)
-    # What the entropy has no part in, without it.
     pair = PretendedPair()
-    launches["statistics bf16, no mask"] = lambda: statistics(large("bf16"), has_mask=False)
-    launches["statistics bf16, split"] = lambda: statistics(large("bf16", FEW_ROWS))
-    launches["statistics bf16, shards"] = lambda: statistics(large("bf16"), group=pair)
-    launches["statistics bf16, split, shards"] = lambda: statistics(large("bf16", FEW_ROWS), group=pair)
-    launches["statistics bf16, entropy, split, shards"] = lambda: statistics(large("bf16", FEW_ROWS), group=pair, with_entropy=True)
-    launches["gradient bf16, entropy, no mask"] = lambda: gradient(large("bf16"), has_mask=False, with_entropy=True)
-    launches["gradient bf16, entropy alone"] = lambda: gradient(large("bf16"), with_entropy=True, has_coefficients=False)
-    launches["gradient fp32 into bf16"] = lambda: gradient(large("fp32"), out=large("bf16"))
-    # In the head: one row and, with entropy in float32, six that a multiprocessor has under way at once.
-    launches["unit gradient bf16"] = lambda: unit_gradient(large("bf16"))
-    launches["unit gradient fp32, six rows, entropy"] = lambda: unit_gradient(large("fp32", columns=12800), with_entropy=True)
-    launches["unit gradient fp32 into bf16, three rows"] = lambda: unit_gradient(
-        large("fp32", columns=16384), out=large("bf16", columns=16384)
-    )
-    launches["unit gradient of each size"] = lambda: [
-        unit_gradient(large("bf16", columns=columns), temperature=temperature)
-        for columns in (COLUMNS, 151928, 151931)
-        for temperature in TEMPERATURES
-    ]
-    launches["rescale bf16"] = lambda: rescale(large("bf16"))
-    launches["rescale fp32"] = lambda: rescale(large("fp32"))
-    launches["rescale of each size"] = lambda: [rescale(rows_of(*size, torch.bfloat16)) for size in SIZES]
-    launches["sparse head bf16"] = lambda: sparse_head(torch.bfloat16)
-    launches["sparse head fp32"] = lambda: sparse_head(torch.float32)
-    launches["sparse head of each size"] = lambda: [
-        sparse_head(torch.bfloat16, hidden_size=hidden_size, num_pairs=num_pairs)
-        for hidden_size, num_pairs in ((4096, 1), (5120, 70001), (2056, 65536))
-    ]
-    launches["statistics of each size"] = lambda: each_size(statistics)
-    launches["gradient of each size"] = lambda: each_size(gradient)
-    for name, function in (("grpo", grpo_loss), ("gspo", gspo_loss)):
-        launches[f"{name} of each size"] = lambda function=function: [
-            policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high)
+    launches: dict[str, Callable[[], None]] = {
+        "statistics bf16": lambda: statistics(large("bf16")),
+        "statistics bf16, entropy": lambda: statistics(large("bf16"), with_entropy=True),
+        "statistics fp32, entropy": lambda: statistics(large("fp32"), with_entropy=True),
+        "statistics bf16, no mask": lambda: statistics(large("bf16"), has_mask=False),
+        "statistics bf16, split": lambda: statistics(large("bf16", FEW_ROWS)),
+        "statistics bf16, entropy, split, shards": lambda: statistics(large("bf16", FEW_ROWS), group=pair, with_entropy=True),
+        "statistics of each size": lambda: each_size(statistics),
+        "gradient bf16": lambda: gradient(large("bf16")),
+        "gradient bf16, entropy": lambda: gradient(large("bf16"), with_entropy=True),
+        "gradient fp32, entropy": lambda: gradient(large("fp32"), with_entropy=True),
+        "gradient bf16, entropy, no mask": lambda: gradient(large("bf16"), has_mask=False, with_entropy=True),
+        "gradient bf16, entropy alone": lambda: gradient(large("bf16"), with_entropy=True, has_coefficients=False),
+        "gradient fp32 into bf16": lambda: gradient(large("fp32"), out=large("bf16")),
+        "gradient of each size": lambda: each_size(gradient),
+        # In the head: one row and, with entropy in float32, six that a multiprocessor has under way at once.
+        "unit gradient bf16": lambda: unit_gradient(large("bf16")),
+        "unit gradient fp32, six rows, entropy": lambda: unit_gradient(large("fp32", columns=12800), with_entropy=True),
+        "unit gradient fp32 into bf16, three rows": lambda: unit_gradient(
+            large("fp32", columns=16384), out=large("bf16", columns=16384)
+        ),
+        "rescale bf16": lambda: rescale(large("bf16")),
+        "rescale fp32": lambda: rescale(large("fp32")),
+        "rescale of each size": lambda: [rescale(rows_of(*size, torch.bfloat16)) for size in SIZES],
+        "sparse head bf16": lambda: sparse_head(torch.bfloat16),
+        "sparse head fp32": lambda: sparse_head(torch.float32),
+        "sparse head of each size": lambda: [
+            sparse_head(torch.bfloat16, hidden_size=hidden_size, num_pairs=num_pairs)
+            for hidden_size, num_pairs in ((4096, 1), (5120, 70001), (2056, 65536))
+        ],
+        # One, three and six rows that a multiprocessor has under way at once.
+        "grpo, one read, bf16": lambda: one_read(grpo_loss),
+        "grpo, one read, bf16, assumed": lambda: one_read(grpo_loss, loss_scale=AssumedScale()),
+        "grpo, one read, bf16, everything": lambda: one_read(grpo_loss, everything=True),
+        "gspo, one read, bf16, three rows, on-policy": lambda: one_read(on_policy(gspo_loss), columns=50257),
+        "grpo, one read, fp32, six rows, everything": lambda: one_read(grpo_loss, dtype="fp32", columns=12800, everything=True),
+        "grpo, one read of each size": lambda: [
+            one_read(grpo_loss, columns=columns, temperature=temperature, clip_ratio_high=0.2 + temperature / 10)
+            for columns in (COLUMNS, 151928, 151931)
+            for temperature in TEMPERATURES
+        ],
+        # What the loss itself has no part in, with one of them.
+        "grpo, cp": lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False),
+        "gspo, everything": lambda: policy_loss(gspo_loss, everything=True),
+        "gspo, advantages per token": lambda: policy_loss(gspo_loss, per_token=True),
+        "gspo of each size": lambda: [
+            policy_loss(gspo_loss, rows=rows, documents=documents, clip_ratio_high=high)
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
-        ]
-    for name in OTHER_TWINS:
+        ],
+    }
+    for name in TWINS:
         options = {"has_sampler": get_policy_loss(name).anchor == "rollout"}
-        launches[name] = lambda name=name, options=options: policy_loss(functools.partial(front_door, name), **options)
+        launches[name] = functools.partial(policy_loss, functools.partial(front_door, name), **options)
     for name in KL_ESTIMATORS.names():
-        options = {"everything": True, "kl_estimator": name}
-        launches[f"grpo, KL {name}"] = lambda options=options: policy_loss(grpo_loss, **options)
-    # One, three and six rows that a multiprocessor has under way at once.
-    launches["grpo, one read, bf16"] = lambda: one_read(grpo_loss)
-    launches["grpo, one read, bf16, assumed"] = lambda: one_read(grpo_loss, loss_scale=AssumedScale())
-    launches["grpo, one read, bf16, everything"] = lambda: one_read(grpo_loss, everything=True)
-    launches["gspo, one read, bf16, three rows, on-policy"] = lambda: one_read(on_policy(gspo_loss), columns=50257)
-    launches["grpo, one read, fp32, six rows, everything"] = lambda: one_read(
-        grpo_loss, dtype="fp32", columns=12800, everything=True
-    )
-    launches["grpo, one read, fp32"] = lambda: one_read(grpo_loss, dtype="fp32", columns=70000)
-    launches["grpo, one read, fp32, everything"] = lambda: one_read(grpo_loss, dtype="fp32", columns=70000, everything=True)
-    launches["grpo, one read, fp16"] = lambda: one_read(grpo_loss, dtype="fp16")
-    launches["grpo, one read of each size"] = lambda: [
-        one_read(grpo_loss, columns=columns, temperature=temperature, clip_ratio_high=0.2 + temperature / 10)
-        for columns in (COLUMNS, 151928, 151931)
-        for temperature in TEMPERATURES
-    ]
-    # What the loss itself has no part in, with one of them.
-    launches["grpo"] = lambda: policy_loss(grpo_loss)
-    launches["gspo"] = lambda: policy_loss(gspo_loss)
-    launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)
-    launches["gspo, everything"] = lambda: policy_loss(gspo_loss, everything=True)
-    launches["gspo, advantages per token"] = lambda: policy_loss(gspo_loss, per_token=True)
+        launches[f"grpo, KL {name}"] = functools.partial(policy_loss, grpo_loss, everything=True, kl_estimator=name)
     return launches
 
 

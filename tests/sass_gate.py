@@ -2,7 +2,6 @@
 
     python tests/sass_gate.py                         figures of each binary that tests/kernel_launches.py asks for, as JSON
     python tests/sass_gate.py --target 100            of a B200 in place of an H100 or H200
-    python tests/sass_gate.py --launches some_file.py other launches: files with `LAUNCHES`, a dict of name -> function
 
 Nothing about a kernel is written down here: launchers get tensors without storage, and Triton, told of such a device, says what
 it would compile. A size that is specialised on shows as one more binary. A look at a value raises, as it would wait on a GPU.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -34,7 +32,6 @@ from unittest import mock
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 NOT_HERE = 3
 WARP = 32
@@ -49,9 +46,6 @@ REGISTER_UNIT, SHARED_PER_BLOCK = 8, 1024
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    own = [Path(__file__).with_name("kernel_launches.py")]
-    parser.add_argument("--launches", type=Path, nargs="+", default=own)
-    parser.add_argument("--without", nargs="+", default=[], metavar="TEXT", help="not the launches with TEXT in their name")
     parser.add_argument("--code-of", nargs="+", metavar="TEXT", help="read the code of the kernels with TEXT in their name alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--target", type=int, choices=tuple(DEVICES), default=90, help="compute capability times ten")
@@ -61,10 +55,9 @@ def main() -> int:
         if reason := why_not_here():
             print(reason, file=sys.stderr)
             return NOT_HERE
-        launches = {name: launch for path in options.launches for name, launch in load_launches(path).items()}
-        launches = {name: launch for name, launch in launches.items() if not any(text in name for text in options.without)}
-        operations: dict[str, list[str]] = {}
-        recorded = {name: record(function, operations.setdefault(name, []), options.target) for name, function in launches.items()}
+        from kernel_launches import LAUNCHES
+
+        recorded = {name: record(launch, options.target) for name, launch in LAUNCHES.items()}
         jobs: dict[str, tuple[str, Binary]] = {}
         for name, binaries in recorded.items():
             for binary in binaries:
@@ -72,8 +65,7 @@ def main() -> int:
         number = {key: index for index, key in enumerate(jobs)}
         figures = read_all(list(jobs.values()), options.processes, options.code_of, options.target)
         launched = {name: [number[binary.key()] for binary in binaries] for name, binaries in recorded.items()}
-        described = {"versions": versions(), "launched": launched, "torch_operations": operations, "figures": figures}
-        print(json.dumps(described))
+        print(json.dumps({"launched": launched, "figures": figures}))
     return 0
 
 
@@ -95,22 +87,6 @@ def why_not_here() -> str:
     return f"this build of Triton carries no {', '.join(missing)}" if missing else ""
 
 
-def versions() -> list[str]:
-    import triton
-
-    ptxas = subprocess.run([tools() / "ptxas", "--version"], capture_output=True, text=True, check=True).stdout
-    release = re.search(r"release [\d.]+, (V[\d.]+)", ptxas)
-    return [f"triton {triton.__version__}", f"torch {torch.__version__}", f"ptxas {release.group(1) if release else '?'}"]
-
-
-def load_launches(path: Path) -> dict[str, Callable[[], None]]:
-    sys.path[:0] = [str(path.parent), str(Path(__file__).resolve().parent.parent)]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.LAUNCHES
-
-
 def read_all(jobs: list[tuple[str, Binary]], processes: int, code_of: list[str] | None, target: int) -> list[dict]:
     """In `processes` processes: almost all of the time is the compiler's, on one core each."""
     global _jobs  # forked workers see them; a JITFunction does not travel through a pipe
@@ -123,7 +99,7 @@ def _read(index: int) -> dict:
     return read_binary(*_jobs[index])
 
 
-def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = True) -> dict[str, object]:
+def read_binary(launch: str, binary: Binary, target: int, has_code: bool) -> dict[str, object]:
     """One binary's machine code. has_code False: registers and stack alone. The disassembler takes longer than the compiler, and
     a spill is on the stack."""
     import triton
@@ -147,16 +123,10 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         "launch": launch,
         "kernel": binary.kernel,
         "dtype": dtype,
-        # The twin of a loss is a function, told by its name.
-        "constants": {name: getattr(value, "__name__", value) for name, value in binary.constants.items()},
         "num_warps": binary.options["num_warps"],
-        "specialised_on": binary.is_specialised_on(),
-        "aligned_pointers": [name for name in binary.aligned() if is_pointer(binary.signature[name])],
         "registers": registers,
         "stack_bytes": stack,
         "local_accesses": everything["LDL"] + everything["STL"],
-        # Of 16 bytes, in the code.
-        "wide_loads": sum(text.startswith("LDG") and ".128" in text for text in instructions(sass)),
         # In the order of the code.
         "walks": [walk_of(loop, {"bf16": 2, "fp16": 2}.get(dtype, 4), blocks * threads) for loop in hot_loops(sass)],
     }
@@ -239,40 +209,9 @@ class Binary:
             [self.kernel, self.signature, *map(sorted, (self.constants.items(), self.attributes.items(), self.options.items()))]
         )
 
-    def aligned(self) -> list[str]:
-        """The arguments of which the compiler is told that they are multiples of 16."""
-        names = list(self.signature)
-        return [names[path[0]] for path, told in self.attributes.items() if ["tt.divisibility", 16] in told]
 
-    def is_specialised_on(self) -> list[str]:
-        """Arguments by whose value the binary differs: everything but constants, types and a pointer's alignment."""
-        told = {name for name in self.aligned() if not is_pointer(self.signature[name])}
-        declared = {p.name for p in self.function.params if p.is_constexpr}
-        folded = {name for name in self.constants if name not in declared and self.constants[name] is not None}
-        return sorted(told | folded)
-
-
-def is_pointer(kind: str | tuple) -> bool:
-    return all(map(is_pointer, kind)) if isinstance(kind, tuple) else kind.startswith("*")
-
-
-class TorchOperations(TorchDispatchMode):
-    """Lists the operations that torch would launch a kernel of its own for: all but views and fresh memory."""
-
-    def __init__(self, names: list[str]):
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
-        name = str(function)
-        if not is_view and name.startswith("aten.") and "empty" not in name:
-            self.names.append(name.removeprefix("aten."))
-        return function(*args, **(kwargs or {}))
-
-
-def record(launch: Callable[[], None], operations: list[str], target: int = 90) -> list[Binary]:
-    """The binaries that `launch` asks for, in its order, repeated ones too. `operations`: to be filled with torch's."""
+def record(launch: Callable[[], None], target: int) -> list[Binary]:
+    """The binaries that `launch` asks for, in its order, repeated ones too."""
     from triton.runtime.jit import JITFunction
 
     found: list[Binary] = []
@@ -293,13 +232,13 @@ def record(launch: Callable[[], None], operations: list[str], target: int = 90) 
         )
         return True  # Triton then neither compiles nor launches
 
-    with mock.patch.object(JITFunction, "_call_hook", describe), pretended_device(target), TorchOperations(operations):
+    with mock.patch.object(JITFunction, "_call_hook", describe), pretended_device(target):
         launch()
     return found
 
 
 @contextlib.contextmanager
-def pretended_device(target: int = 90) -> Iterator[None]:
+def pretended_device(target: int) -> Iterator[None]:
     """Tensors on "cuda" without storage, and a driver that answers for such a device. Looking at a value raises."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, EXACT, KERNEL_DEVICE, Batch, float32, placed, random_batch, run_loss
+from helpers import CLIP, EXACT, KERNEL_DEVICE, Batch, TorchOperations, float32, placed, random_batch, run_loss
 from loss_backends import KERNEL, LOSSES, OF_EACH_LEVEL, TRITON, over_backends
 from refused import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
-from sass_gate import TorchOperations
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
@@ -243,7 +242,7 @@ def test_dtypes_and_strides_of_the_callers_tensors_do_not_matter():
 @KERNEL[1]
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkeypatch, coefficient):
-    """The first `ones_like` is autograd's own. tests/test_kernel_code.py counts what forward launches beside its kernels."""
+    """The first `ones_like` is autograd's own."""
     from megatron_rl.policy_loss.reduce_triton import document_sums_kernel
 
     batch = make_batch()
