@@ -6,7 +6,6 @@ Then the plugin that pytest loads by entry point: costs nothing unused, and hold
 
 from __future__ import annotations
 
-import datetime
 import multiprocessing
 import os
 import re
@@ -17,7 +16,6 @@ import textwrap
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parall
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.testing import loss_property, ranks
+from megatron_rl.testing import loss_property
 from megatron_rl.testing.invariance import Layout
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import ragged_samples
@@ -80,29 +78,6 @@ def test_a_pool_changes_its_layout_and_keeps_its_processes(megatron_pool):
     assert megatron_pool.run(own_process) == processes
 
 
-def group_with_keywords(rank):
-    c10d = dist.distributed_c10d
-    with ranks._groups_on_one_device():
-        group = c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=60), group_name="named")
-    return group.options.group_name
-
-
-def test_a_group_takes_the_keywords_that_torch_gives(pool):
-    """torch 2.14 gives enable_reconfigure, which options have too."""
-    assert pool.run(group_with_keywords, world_size=1) == ["named"]
-
-
-def random_numbers(count, rank):
-    return torch.randn(count).tolist()
-
-
-@pytest.mark.megatron
-def test_a_call_does_not_see_the_random_numbers_of_the_call_before(megatron_pool):
-    """Catches tests whose numbers depend on which tests ran before them on the same pool."""
-    first, _, again = (megatron_pool.run(partial(random_numbers, count)) for count in (2, 5, 2))
-    assert first == again
-
-
 def test_a_pool_sends_what_can_be_pickled_and_forks_for_the_rest(pool):
     """Catches a closure that fails, and a module-level function that costs a fork at each call."""
     processes = pool.run(own_process)
@@ -122,34 +97,15 @@ def test_results_may_be_larger_than_a_pipe_and_may_need_a_gradient(pool):
         assert answer.shape == (500_000,) and answer.requires_grad and answer[-1].item() == 2.0 * rank
 
 
-def test_impossible_requests_are_refused(pool):
-    for keywords, message in (
-        ({"world_size": 5}, r"world_size=5 must be in \[1, 4\]"),
-        ({"world_size": 0}, r"world_size=0 must be in \[1, 4\]"),
-        ({CP: 2}, "use_megatron=False has no use for"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            pool.run(own_process, **keywords)
-
-
-# Then two callers of a pool, of which one ends and one is killed.
 FORK_FROM_A_THREADED_PARENT = """
-    import os, torch, torch.distributed as dist
-    from megatron_rl.testing.ranks import RankPool, run_ranks
+    import torch
+    from megatron_rl.testing.ranks import run_ranks
 
     def work(rank):
         weight = torch.randn(512, 512, requires_grad=True)
         (weight @ weight).tanh().sum().backward()
         return bool(weight.grad.isfinite().all()), torch.get_num_threads()
 
-    for is_killed in (False, True):
-        if os.fork() == 0:
-            pool = RankPool(2, use_megatron=False)
-            print(*pool.run(lambda rank: os.getpid()), flush=True)
-            if is_killed:
-                os.kill(os.getpid(), 9)
-            raise SystemExit
-        os.wait()
     torch.set_num_threads(2)
     for _ in range(2):
         weight = torch.randn(256, 256, requires_grad=True)
@@ -160,17 +116,12 @@ FORK_FROM_A_THREADED_PARENT = """
 """
 
 
-def test_ranks_of_a_threaded_parent_work_and_those_of_an_abandoned_pool_end():
-    """Catches a rank that waits for the parent's OpenMP threads; a caller whose end waits for ranks that wait for it, and ranks
-    that outlive a killed one. Its own process: this one has a single thread."""
+def test_ranks_of_a_threaded_parent_work():
+    """Catches a rank that waits for the parent's OpenMP threads. Its own process: this one has a single thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", textwrap.dedent(FORK_FROM_A_THREADED_PARENT)]
     answer = subprocess.run(command, capture_output=True, text=True, env=environment)
-    *of_pools, last = answer.stdout.splitlines()
-    assert last == "done", answer.stderr
-    processes = [int(word) for line in of_pools for word in line.split()]
-    assert len(processes) == 4, answer.stderr
-    wait_until(lambda: all(is_gone_or_zombie(process) for process in processes))
+    assert answer.stdout == "done\n", answer.stderr
 
 
 def is_gone(process_id):
@@ -182,23 +133,16 @@ def is_gone(process_id):
     return False
 
 
-def is_gone_or_zombie(process_id):
-    """Orphans are collected by the first process of the machine, which in some containers never does."""
-    status = Path(f"/proc/{process_id}/stat")
-    return is_gone(process_id) or (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
 def fail(rank, failing, how):
     if rank in failing:
         if how == "raises":
             raise ValueError(f"rank {rank} has no labels")
-        os._exit(7) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     return sum_of_ranks(rank)
 
 
 FAILURES = [
     pytest.param([2], "raises", "ValueError: rank {} has no labels", id="raises"),
-    pytest.param([2], "exits", "ended without an answer, exit code 7", id="exits"),
     pytest.param([0], "is killed", "ended without an answer, exit code -9", id="rank 0, where all have met, is killed"),
     pytest.param([0, 1, 2, 3], "raises", "ValueError: rank {} has no labels", id="all raise"),
 ]
@@ -296,13 +240,6 @@ def foreign(kind, logits, batch):
     }.get(kind, lambda: summed(logits, batch))()
 
 
-def hangs(folder, logits, batch):
-    if batch.dp_group.size() > 1:
-        (folder / str(batch.dp_group.rank())).touch()
-        time.sleep(1000)
-    return summed(logits, batch)
-
-
 def is_invariant(pool, loss, *layouts: Layout, **settings) -> None:
     settings |= {"layouts": layouts} if layouts else {}
     loss_property.assert_layout_invariant(pool, partial(foreign, loss) if isinstance(loss, str) else loss, **settings)
@@ -348,21 +285,9 @@ def test_a_loss_that_depends_on_the_layout_fails_with_the_layout_and_the_factor(
     assert said.startswith("the gradient depends on the layout:\n  ") and re.search(message, said)
 
 
-def raising(logits, batch):
-    raise ValueError("my own mistake")
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (raising, "rank 0: Traceback .*, in raising\n.*ValueError: my own mistake$"),
-        ("vector", "grad can be implicitly created only for scalar outputs"),
-    ],
-)
-def test_what_a_loss_raises_on_one_process_is_shown(pool, loss, message):
-    with pytest.raises(RankError) as caught:
-        is_invariant(pool, loss)
-    assert re.search(message, str(caught.value), re.DOTALL)
+def test_what_a_loss_raises_on_one_process_is_shown(pool):
+    with pytest.raises(RankError, match="grad can be implicitly created only for scalar outputs"):
+        is_invariant(pool, "vector")
 
 
 def test_a_loss_that_raises_on_a_layout_is_told_after_the_layouts_before_it(pool):
@@ -372,14 +297,6 @@ def test_a_loss_that_raises_on_a_layout_is_told_after_the_layouts_before_it(pool
     assert of_slices.startswith("  CP2, M1: gradient is 0.5 of one process's = 1/cp") and of_more_slices.startswith("  CP4, M1: ")
     assert of_shards.startswith("  TP2, M1: rank") and "RuntimeError: index" in said and ", in divided_by_cp" in said
     is_invariant(pool, summed, TP2, DP2, CP2, Layout(tensor=4), whole_vocabulary=True)
-
-
-def test_a_loss_that_hangs_is_told_and_ends_the_test(monkeypatch, tmp_path):
-    let_time_run_out(monkeypatch, 2, lambda: len([*tmp_path.iterdir()]) == 2)
-    with RankPool(2, use_megatron=False) as two:
-        said = refusal(two, partial(hangs, tmp_path), DP2, CP2, M3)
-    assert "DP2, M1: rank 0: gave no answer in time; it was here:\n" in said and "CP2" not in said
-    assert "in hangs" in said
 
 
 def test_nothing_to_compare_and_an_unknown_reduction_are_refused(pool):
@@ -412,7 +329,6 @@ def for_a_mean_over_the_ranks_of_experts(logits, batch):
 def test_a_loss_may_not_take_the_ranks_of_experts_for_its_own(assert_layout_invariant):
     """FB-106: with expert sizes parallel_state has groups for them, and the message names the factor."""
     loss, settings = for_a_mean_over_the_ranks_of_experts, {"use_megatron": True, "reduction": "mean"}
-    assert_layout_invariant(loss, layouts=[DP2], **settings)
     spread = [Layout(data=2, expert=2), Layout(context=2, data=2, expert=4)]
     assert_layout_invariant(for_a_mean, layouts=spread, **settings)
     with pytest.raises(AssertionError, match=r"DP2xEP2, M1: gradient is 0\.5 of one process's = 1/dp or 1/ep"):
@@ -437,11 +353,10 @@ def installed(tmp_path):
     return folder, tests
 
 
-@pytest.mark.parametrize("more", [(), ("-p", "pytest_megatron_rl")], ids=["by entry point", "and by name"])
-def test_a_run_that_uses_no_fixture_imports_nothing_heavy(installed, more):
-    """Catches an entry point that makes every pytest run of a user's environment import torch; twice named, it is one plugin."""
+def test_a_run_that_uses_no_fixture_imports_nothing_heavy(installed):
+    """Catches an entry point that makes every pytest run of a user's environment import torch."""
     folder, tests = installed
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more, str(tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": ""}
     finished = subprocess.run(command, check=False, cwd=tests, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0 and "1 passed" in finished.stdout, finished.stdout + finished.stderr

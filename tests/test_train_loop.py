@@ -30,6 +30,7 @@ from trainer_cases import (
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.train.options import PRESETS
 from megatron_rl.train.rollout_files import load_rollouts, record_of, save_rollouts
+from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 
@@ -226,6 +227,8 @@ def test_the_file_of_rollouts_holds_what_the_loss_saw(recorded):
     assert [batch.samples[0].policy_version for batch in batches] == [0, 2, 4]
     for batch, row in zip(batches, metrics_of(recorded[1])[::2], strict=True):
         assert [sample.index for sample in batch.samples] == list(range(16))
+        asked = [make_task().make_prompt(4 * batch.rollout_index + number, 0).prompt_id for number in range(4)]
+        assert [sample.prompt_id for sample in batch.samples[::4]] == asked
         assert sum(sample.reward for sample in batch.samples) / 16 == pytest.approx(row["rollout/reward"])
         mean = sum(sum(sample.old_log_probs) / 4 for sample in batch.samples[:8]) / 8
         assert mean == pytest.approx(row["policy/old_logprobs"], rel=1e-5)
