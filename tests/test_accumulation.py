@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch.distributed as dist
 import trainer_cases as shared
-from helpers import counted_collectives, error_of, pool_of
+from helpers import error_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,24 +79,8 @@ def errors_on_rank(rank, streams, settings):
     return done, error_of(lambda: done.extend(plain(step) for step in accumulate(streams[rank], settings)))
 
 
-def unreadable(parts: Sequence, at: int) -> Iterable:
-    """A stream whose micro-batch number `at` cannot be read."""
-    yield from parts[:at]
-    raise OSError("disk on fire")
-
-
 def settings_on_rank(rank, of_rank):
     return error_of(lambda: accumulate([], of_rank[rank]))
-
-
-def collectives_on_rank(rank, streams, settings):
-    """(name, shape) of each collective of making, then of steps and end."""
-    with counted_collectives() as calls:
-        steps = accumulate(streams[rank], settings)
-        at_making = len(calls)
-        num_microbatches = [len(step.microbatches) for step in steps]
-    rows = [(name, shape) for name, shape, _ in calls]
-    return num_microbatches, rows[:at_making], rows[at_making:]
 
 
 def resumed_on_rank(rank, streams, settings, num_steps):
@@ -119,15 +103,6 @@ def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(
     assert [len(step.microbatches) for step in found] == [4, 2] and found[0].split([1, 2, 3]) == [[1], [2], [3], []]
     assert [[d.index for d in step.samples] for step in found] == [[0, 1, 2], [3]]
     assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
-
-
-def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(pool):
-    """Steps of 2, 2 and 1 micro-batches. Making compares the settings once."""
-    case = (streams_of([[1] * 5, [1] * 5]), {"docs_per_step": 4})
-    for num_microbatches, at_making, later in pool.run(collectives_on_rank, *case, world_size=2):
-        assert num_microbatches == [2, 2, 1]
-        assert at_making == [("all_gather", (4,))]
-        assert later == [("all_reduce", (3,))] * (5 + 1)
 
 
 def test_nothing_is_read_that_the_step_does_not_need():
@@ -180,15 +155,6 @@ def test_nothing_is_lost_no_group_is_cut_and_no_step_is_longer_than_it_must_be(p
     assert all(is_full for _, is_full, _ in answers[0][:-1])
 
 
-def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_cut():
-    """By id: an empty micro-batch after half a group says nothing, so the step goes on; one that cannot be read is an error."""
-    a, b, c, d = (Document(index, prompt) for index, prompt in enumerate("aabb"))
-    found = accumulate([[a], [], [b], [c], [d]], {"docs_per_step": 1, **WHOLE})
-    assert [[document.index for document in step.samples] for step in found] == [[0, 1], [2, 3]]
-    with pytest.raises(OSError, match="disk on fire"):
-        next(accumulate(unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
-
-
 def test_a_rollout_of_several_samples_is_not_cut_where_groups_are_whole():
     """Two rollouts of two samples each, whose samples alternate: by count the group would end after two samples."""
     rows = [Document(index, "a", rollout_id=rollout) for index, rollout in enumerate("ABAB")] + [Document(4, "b", rollout_id="C")]
@@ -207,24 +173,12 @@ def test_micro_batches_are_cut_between_rollouts():
     }
 
 
-ENDLESS = [
-    (
-        *([[1] + [0] * 1100, [0] * 1100], {"docs_per_step": 6}),
-        "docs_per_step=6 has 1 documents after 1030 micro-batches a rank: micro-batches hold few documents",
-    ),
-    (
-        *([[1] + [5] * 1100, []], {"docs_per_step": 2, "samples_per_prompt": 5, **WHOLE}),
-        "docs_per_step=2 has 5126 documents after 1026 micro-batches a rank: prompt groups do not end",
-    ),
-]
-
-
-@pytest.mark.parametrize(("sizes", "given_settings", "text"), ENDLESS, ids=["few documents", "a group that does not end"])
-def test_a_step_that_does_not_end_is_an_error_on_every_rank(pool, sizes, given_settings, text):
+def test_a_step_that_does_not_end_is_an_error_on_every_rank(pool):
     """FB-89: it names the target, what was reached and what helps."""
-    for done, error in pool.run(errors_on_rank, streams_of(sizes), given_settings, world_size=2):
-        assert not done
-        assert error.startswith("DataError: ") and text in error and "or lower --docs-per-step" in error
+    sizes, of_groups = [[1] + [5] * 1100, []], {"docs_per_step": 2, "samples_per_prompt": 5, **WHOLE}
+    text = "docs_per_step=2 has 5126 documents after 1026 micro-batches a rank: prompt groups do not end"
+    for done, error in pool.run(errors_on_rank, streams_of(sizes), of_groups, world_size=2):
+        assert not done and error.startswith("DataError: ") and text in error and "or lower --docs-per-step" in error
 
 
 PARTS = {"samples_per_prompt": 8, "allow_partial_prompt_groups": True}
@@ -297,12 +251,8 @@ CONFIG = PolicyLossConfig(
 )
 
 
-def run_on_rank(rank, output_dir, config, options, resume=False):
-    return shared.run_loop(output_dir, config, options, resume=resume)[0].progress
-
-
-def refused_on_rank(rank, *given):
-    return error_of(lambda: run_on_rank(rank, *given))
+def run_on_rank(rank, output_dir, config, options):
+    return shared.run_loop(output_dir, config, options)[0].progress
 
 
 @slow
@@ -331,7 +281,7 @@ def trained_on_rank(rank, path, config):
     found = []
     documents = DocumentSteps(trainer, options, config)
     for step in documents.from_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
-        metrics = trainer.step(measured(trainer, step.microbatches))
+        metrics = trainer.step(with_ref_log_probs(trainer, step.microbatches))
         found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()
 
@@ -343,30 +293,19 @@ def numbered(rows: list[dict]) -> list[dict]:
 def whole_steps_on_rank(rank, steps, config):
     """Trains on steps of documents, each as one micro-batch."""
     trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
-    return [trainer.step(measured(trainer, [samples])) for samples in steps], shared.weights_of(trainer)
-
-
-def measured(trainer, microbatches):
-    return with_ref_log_probs(trainer, microbatches) if trainer.config.kl_coefficient else microbatches
+    return [trainer.step(with_ref_log_probs(trainer, [samples])) for samples in steps], shared.weights_of(trainer)
 
 
 UNEVEN = [[[4, 4, 1, 3]], [[1, 1]], [[2, 2, 3]], [[1]], [[4, 4, 4, 4]], [[1]], [[3, 3]]]
 
 
 @slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"entropy_coefficient": 0.1, "loss_aggregation": "prompt_mean"}, id="prompt_mean, entropy term"),
-        pytest.param({"kl_coefficient": 0.1, "fused_lm_head_loss": True}, id="sample_mean, KL term, fused head"),
-    ],
-)
-def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(trainers, tmp_path, settings):
+def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(trainers, tmp_path):
     """FB-89, FB-25: prompts of 1 to 4 samples go to two data-parallel ranks in turn; one has 12 documents, the other one 5. Each
     step, dry rank and all, is what one process makes of the same documents in one micro-batch. Over two pipeline stages: the
     counts of each are added over its own data-parallel ranks."""
     path = shared.write_file(tmp_path / "r.jsonl", [shared.make_batch(index, sizes) for index, sizes in enumerate(UNEVEN)])
-    config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, **settings)
+    config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, kl_coefficient=0.1)
     answers = trainers.run(trained_on_rank, str(path), config, world_size=4, **{shared.PP: 2})
     (first, *_), (second, *_), *of_last_stage = answers
     for (found, *_), steps in zip(of_last_stage, (first, second), strict=True):
@@ -397,22 +336,6 @@ def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(tr
     assert all(abs(row["policy/ratio_new_old"] - 1.0) > 1e-4 for row in rows[1::2])
 
 
-@slow
-def test_a_static_run_goes_on_with_documents_where_it_stopped(trainers, tmp_path):
-    """A checkpoint between rollouts has no place in the file but their number: what follows is the rest, once."""
-    static, ragged = replace(CONFIG, docs_per_step=None), shared.write_file(tmp_path / "r.jsonl", shared.ragged_batches())
-    options = {"rollouts": str(ragged), "num_rollouts": 2, "steps_per_rollout": 1}
-    trainers.run(run_on_rank, tmp_path, static, options, world_size=1)
-    options = {"rollouts": str(ragged), "micro_batch_size": 2}
-    progress = trainers.run(run_on_rank, tmp_path, CONFIG, options, True, world_size=2)
-    assert progress[0] == progress[1]
-    assert (progress[0].samples_seen, progress[0].num_rollouts) == (76, 6)
-    assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
-    [error] = trainers.run(refused_on_rank, tmp_path, CONFIG, options, True, world_size=1)
-    cut = "in a file that was cut for 2 data-parallel ranks in micro-batches of 2, and this run has 1 and 2"
-    assert f"ConfigError: the checkpoint is {cut}: resume with the former" in error
-
-
 def place_of(sample) -> tuple[int, int]:
     return sample.rollout_index, sample.index
 
@@ -422,14 +345,12 @@ def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
 
 
 def test_prompt_groups_stay_whole_and_their_names_apart():
-    """One prompt asked in two rollouts is two groups. A micro-batch of unset size is a group; no rollout's end cuts one."""
+    """One prompt asked in two rollouts is two groups."""
     deal = {"dp_size": 2, "micro_batch_size": 3}
     first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), rank, **deal)) for rank in (0, 1))
     assert [[place_of(sample) for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
     assert [[place_of(sample) for sample in part] for part in second] == [[(0, 2), (0, 3)]]
     assert [sample.prompt_id for part in first for sample in part] == ["0/p0", "0/p0", "1/p0", "1/p0"]
-    stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), 0, dp_size=1, micro_batch_size=None)
-    assert [len(part) for part in stream] == [2, 3, 1, 2, 4]
 
 
 ROLLOUTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=5)
