@@ -3,7 +3,6 @@ once through torchrun itself."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import json
@@ -11,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -29,12 +27,9 @@ from torch.distributed import run as torchrun
 from trainer_cases import metrics_of, unlike_metrics
 
 from megatron_rl.commands import main as command_line
-from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.ranks import HANG_SECONDS
-from megatron_rl.train import checkpoints, output_dir
-from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.tasks import make_task
+from megatron_rl.train import checkpoints
 
 pytestmark = pytest.mark.megatron
 
@@ -170,30 +165,12 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_pat
         "clip_ratio_low=1.5 must be in [0, 1)",
     ):
         assert part in message
-    find_spec, waits = checkpoints.find_spec, []
-    with monkeypatch.context() as without_psutil:  # The first checkpoint would hang for ever, after hours
-        without_psutil.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
-        code, message = fails("", capsys)
-        assert code == 2 and "pip install psutil" in message
+    waits = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(command_line.time, "sleep", waits.append)
     code, message = fails("--lr 0", capsys)
     assert code == 2 and "--lr 0.0 must be above 0" in message and waits == [command_line.SECONDS_FOR_RANK_0]
     assert list(tmp_path.iterdir()) == []
-
-
-def make_run(folder: Path) -> Path:
-    (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
-    (folder / "checkpoints" / "latest").write_text("step_00000002\n")
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    return folder
-
-
-def prepared(folder: Path, **options) -> tuple[bool, bool]:
-    """(checkpoints are still there, metrics are) after a run took the directory."""
-    given = TrainOptions(output_dir=str(folder), **options)
-    output_dir.take_output_dir(output_dir.lock_of(given), given, make_task("repeat"))
-    return has_saved(folder), (folder / "metrics.jsonl").exists()
 
 
 REWARD = """
@@ -204,9 +181,8 @@ def share_of_a(prompt, response, record):
 
 
 def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_path, monkeypatch):
-    """The whole of it on one rank, with flags of a file before those that are typed. A second seed in one curve is a line at start;
-    what neither trains nor measures otherwise is none. Prompts of other characters must not resume it: the token ids would change
-    their meaning."""
+    """The whole of it on one rank, with flags of a file before those that are typed. A changed setting is a line at start.
+    Prompts of other characters must not resume it: the token ids would change their meaning."""
     (tmp_path / "own_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     lines = [json.dumps({"prompt": text, "answer": "a"}) for text in ("ab", "b", "bab", "abba")]
@@ -214,7 +190,7 @@ def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_pat
     task = "--prompts p.jsonl --reward own_reward.share_of_a --max-new-tokens 6 --policy-loss grpo --output-dir out"
     sizes = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --lr 1e-2"
     (tmp_path / "run.args").write_text("\n".join(f"{task} {sizes} --num-rollouts=9 --json".split()))
-    command = run("@run.args --num-rollouts 8 --no-tensorboard --show-samples 3", tmp_path / "logs")
+    command = run("@run.args --num-rollouts 8 --no-tensorboard", tmp_path / "logs")
     [line] = command.output("stdout").splitlines()
     summary = json.loads(line)
     rows = metrics_of(tmp_path / "out")
@@ -224,27 +200,16 @@ def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_pat
     assert Path(summary["plot"]).stat().st_size > 1000 and Path(summary["checkpoint"]).is_dir()
     assert summary["last_reward"] > summary["first_reward"]
     assert "gradient x 1.000000, PASS" in command.output()
-    shown = re.findall(r"rollout 0, reward (0\.\d{3}): ('[ab]+') -> ('[ab]*')\n", command.output())
-    assert len(shown) == 3 and len((tmp_path / "out" / "samples.txt").read_text().splitlines()) == 3
-    for reward, prompt, response in shown:
-        assert ast.literal_eval(prompt) in ("ab", "b", "bab", "abba") and float(reward) == round(response.count("a") / 6, 3)
 
-    resumed = run(f"{task} {sizes} --num-rollouts 9 --no-tensorboard --resume", tmp_path / "logs")
+    resumed = run(f"{task} {sizes} --lr 0.5 --num-rollouts 9 --no-tensorboard --resume", tmp_path / "logs")
     assert [row["step"] for row in metrics_of(tmp_path / "out")] == list(range(1, 19))
     assert resumed.output("stdout") == "" and "9 rollouts, 18 steps" in resumed.output()
-    assert "resumed at" not in resumed.output()
-
-    changed = [("--lr", 0.5, 0.01), ("--policy-loss", "gspo", "grpo"), ("--seed", 5, 0), ("--kl-coefficient", 0.1, 0.0)]
-    changes = " ".join(f"{flag} {now}" for flag, now, _ in changed)
-    other = run(f"{task} {sizes} {changes} --num-rollouts 10 --no-tensorboard --resume", tmp_path / "logs")
-    for flag, now, before in changed:
-        assert f"megatron_rl: resumed at step 18 with {flag} {now}: the checkpoint was saved with {before}\n" in other.output()
-    assert other.output().count("resumed at step 18") == 4
+    assert "megatron_rl: resumed at step 16 with --lr 0.5: the checkpoint was saved with 0.01\n" in resumed.output()
 
     (tmp_path / "p.jsonl").write_text("\n".join([*lines, json.dumps({"prompt": "xyz", "answer": "a"})]))
     refused = Command(f"{task} {sizes} --num-rollouts 11 --resume", tmp_path / "logs")
     assert refused.wait() == [2] and "the checkpoint's token ids would change their meaning" in refused.output()
-    assert latest_step(tmp_path / "out") == 20
+    assert latest_step(tmp_path / "out") == 18
 
 
 @pytest.fixture(scope="module")
@@ -261,11 +226,8 @@ FUSED = "--fused-lm-head-loss --max-logits-bytes 4096"
 
 def test_the_fp32_head_is_for_16_bit_parameters(tmp_path):
     """FB-69: a flag that would do nothing is refused, before the first step where the device decides."""
-    arguments = f"--preset demo {SMALL} --fp32-lm-head --output-dir out"
-    command = Command(arguments, tmp_path / "logs")
+    command = Command(f"--preset demo {SMALL} --fp32-lm-head --output-dir out", tmp_path / "logs")
     assert command.wait() == [2] and "train 16-bit parameters with --bf16" in command.output()
-    run(f"{arguments} --bf16 {FUSED} --num-rollouts 1", tmp_path / "logs")
-    assert metrics_of("out")[0]["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
 
 
 def share_of_digits(prompt, response, record):
@@ -379,50 +341,13 @@ def test_a_run_of_one_process_listens_on_the_loopback_alone_and_its_folder_is_it
     first = Alone(f"{ENDLESS} --output-dir out", tmp_path / "first")
     wait_until(lambda: has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
     assert listens_on(first.ranks[0].pid) <= {"127.0.0.1", "::1"}, first.output()
-    for how, ranks in (("--resume", 1), ("--overwrite --tensor-model-parallel-size 2", 2)):
-        second = Command(f"{ENDLESS} --output-dir out {how}", tmp_path / "second", num_ranks=ranks)
-        assert second.wait() == [2] * ranks
-        says = "ConfigError: out is in use by another run: wait for it, end it, or name another --output-dir"
-        assert says in second.output()
+    second = Command(f"{ENDLESS} --output-dir out --resume", tmp_path / "second")
+    assert second.wait() == [2]
+    assert "ConfigError: out is in use by another run: wait for it, end it, or name another --output-dir" in second.output()
     first.kill_all()
     steps = [row["step"] for row in metrics_of(tmp_path / "out")]
     assert steps == list(range(1, len(steps) + 1))
     run(f"{SMALL} --num-rollouts {latest_step(tmp_path / 'out') // 2 + 1} --output-dir out --resume", tmp_path / "second")
-
-
-def test_a_folder_is_looked_at_when_it_is_taken(tmp_path, monkeypatch):
-    """Of two jobs started together the second gets the lock when the first has ended, and must not take its results for nothing.
-    Overwritten checkpoints, on another disk too, leave no `latest` that a killed run would be resumed from."""
-    assert prepared(make_run(tmp_path / "a"), resume=True) == (True, True)
-    with pytest.raises(ConfigError, match="--output-dir .*a holds a run; --resume goes on"):
-        prepared(tmp_path / "a")
-    large, rmtree = make_run(tmp_path / "large") / "checkpoints", output_dir.checkpoints.shutil.rmtree
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "checkpoints").symlink_to(large)
-
-    def remove(path):
-        assert not has_saved(tmp_path / "out"), "the pointer is there"
-        rmtree(path)
-
-    monkeypatch.setattr(output_dir.checkpoints.shutil, "rmtree", remove)
-    assert prepared(tmp_path / "out", overwrite=True) == (False, False)
-    assert (tmp_path / "out" / "checkpoints").is_symlink() and list(large.iterdir()) == []
-
-
-class Early(Command):
-    """A rank whose other rank never comes."""
-
-    def environment(self, rank, num_ranks, port):
-        return {**super().environment(rank, num_ranks, port), "WORLD_SIZE": 2}
-
-
-def test_a_signal_while_a_rank_waits_for_others_ends_it_with_a_line(tmp_path):
-    """Catches a rank that answers only when those that never come have been waited for, and one that is gone without a word."""
-    command = Early(f"{ENDLESS} --output-dir out", tmp_path / "logs")
-    wait_until(lambda: listens_on(command.ranks[0].pid))
-    os.kill(command.ranks[0].pid, signal.SIGTERM)
-    assert command.wait() == [143], command.output()
-    assert command.output() == "megatron-rl train: stopped by SIGTERM while it started; nothing was trained\n"
 
 
 def test_sigterm_while_a_command_imports_ends_it_with_a_line(tmp_path):
