@@ -27,8 +27,8 @@ from benchmarks.problems import BenchmarkCase, HeadProblem, Result, relative
 from benchmarks.providers import MAX_LOGITS_BYTES, LogProbs, from_log_probs, fused, package_loss, step_of
 from megatron_rl.hosts.heads.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.scale import AssumedScale
 
 # The hosts' own chunks: fused_linear_logprobs_chunk_size of NeMo-RL's GRPO example, logprobs_chunk_size of SkyRL's defaults.
 NEMO_RL_ROWS, SKYRL_ROWS = 256, 1024

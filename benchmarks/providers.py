@@ -16,7 +16,6 @@ from benchmarks.problems import GRADIENT, STATISTICS, BenchmarkCase, HeadProblem
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import (
     GradientConfiguration,
     StatisticsConfiguration,
@@ -28,6 +27,7 @@ from megatron_rl.ops.linear_head import HeadOptions, chunk_capacity
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_torch
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
 # From logits.

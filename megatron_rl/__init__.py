@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from megatron_rl.layout.sampling_support import SamplingSupport
     from megatron_rl.losses.corrections import Correction, CorrectionSettings, CorrectionValue, register_correction
     from megatron_rl.losses.kl import KLValue, register_kl_estimator
-    from megatron_rl.ops.assumed_scale import AssumedScale
     from megatron_rl.ops.linear_log_probs import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+    from megatron_rl.ops.scale import AssumedScale
     from megatron_rl.policy_loss import (
         PolicyLossOutput,
         grpo_loss,
@@ -65,7 +65,7 @@ __all__ = [
 ]
 # What has these names, from the ground up: a module is imported where those before it have not the name that is asked for.
 _HOMES = (
-    *("errors", "config", "declare", "layout.sampling_support", "count", "ops.assumed_scale", "ops.log_probs"),
+    *("errors", "config", "declare", "layout.sampling_support", "count", "ops.scale", "ops.log_probs"),
     *("ops.linear_log_probs", "losses.kl", "losses.corrections", "weights", "policy_loss"),
 )
 

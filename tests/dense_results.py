@@ -130,17 +130,12 @@ def dense_metrics(terms: StepTerms) -> dict[str, float]:
         return found
     low, high = terms.bounds
     is_kept = (terms.factors != 0).double()
-    for sign, is_of_sign in {"positive": advantages > 0, "negative": advantages < 0}.items():
-        if is_of_sign.any():
-            found[f"correction_kept_{sign}"] = float(is_kept[is_of_sign].mean())
     return found | {
         "correction_kept_tokens": float(is_kept.mean()),
-        "correction_kept_samples": mean(is_kept),
         "correction_off_policy": mean(terms.is_off_policy),
         "correction_weight": mean(terms.factors),
         "correction_at_low": float((terms.ratios < low).double().mean()),
         "correction_at_high": float((terms.ratios > high).double().mean()),
-        "correction_largest_weight": float(terms.factors.max()),
         "correction_largest_ratio": float(terms.ratios.max()),
         "correction_effective_sample_size": sample_size(terms.factors),
     }

@@ -17,9 +17,9 @@ from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
 from megatron_rl.losses.kl import KL_ESTIMATORS
-from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend, vocab_shard
 from megatron_rl.ops.log_probs import row_kernels
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import api
 from megatron_rl.policy_loss import policy_loss as front_door
 

@@ -192,7 +192,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("backend", "cuda"),
         *each("correction", "tis", CorrectionSettings(kind="tis")),
         *each("loss_scale", 0.0, torch.ones(2)),
-        *each("clip_ratio_max", 0.2),
         {"advantages": ONES, "cu_seqlens": bounds(0, 2, 2, 3, 4, 5), "token_weights": ONES},
         *each("loss_parameters", {"sapo_temperature_positive": 1.0}, {"clip_ratio_c": 0.5}),
         *each("sampling_support", *(SamplingSupport.from_lists(sets) for sets in ([[0]] * 4, [[0]] * 4 + [[]]))),
@@ -247,7 +246,6 @@ REFUSED: dict[Callable, list[dict]] = {
     ],
     correction_of: [
         *each("cu_seqlens", bounds(0, 5), bounds(1, 3)),
-        *each("old_log_probs", torch.zeros(3, dtype=torch.float16)),
         *each("rollout_log_probs", torch.full((3,), math.nan)),
         *each("loss_mask", torch.full((3,), 0.5)),
         *({name: torch.zeros(3, 1)} for name in VECTORS),  # FB-116: a column against a row gives a matrix with a finite mean

@@ -127,7 +127,7 @@ def unscaled_on_rank(rank):
 def test_a_backward_that_delivers_another_factor_is_refused(pool):
     """It would train on another scale, and a kernel that has made the gradient in forward could not mend it."""
     (error,) = pool.run(unscaled_on_rank, world_size=1)
-    assert error.startswith("ConfigError: loss_scale=2.0 was announced and backward delivers 1.0"), error
+    assert error.startswith("ConfigError: loss_scale=2.0 was declared and backward delivers 1.0"), error
 
 
 def rollouts_on_rank(rank):

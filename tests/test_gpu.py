@@ -24,7 +24,6 @@ from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, s
 from megatron_rl.declare import policy_loss_names
 from megatron_rl.layout import SINGLE
 from megatron_rl.ops import backends
-from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.fp32_head import fp32_head_logits
 from megatron_rl.ops.linear_head import (
     TEMPORARY_BYTES,
@@ -36,6 +35,7 @@ from megatron_rl.ops.linear_head import (
     hidden_gradient,
 )
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss, policy_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]

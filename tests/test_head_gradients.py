@@ -11,7 +11,7 @@ from linear_cases import budget, by_logits, head_batch, relative, seen
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops import linear_head
-from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
 
 SMALL, LARGE = 6, 1000  # rows a chunk: plans in-chunk and scale-last, plan in-chunk alone
@@ -89,7 +89,7 @@ def test_another_factor_than_the_announced_one_raises_with_both():
         call(case, *leaves(case), loss_scale=AssumedScale())
     hidden, weight = leaves(case)
     output = call(case, hidden, weight, loss_scale=4.0)
-    with pytest.raises(ConfigError, match="loss_scale=4.0 was announced and backward delivers 8.0"):
+    with pytest.raises(ConfigError, match="loss_scale=4.0 was declared and backward delivers 8.0"):
         (output.loss * 8.0).backward()
     # A product of float32 numbers may be off in its last bits.
     output = call(case, *leaves(case), loss_scale=4.0)

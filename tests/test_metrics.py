@@ -106,15 +106,11 @@ def test_the_metrics_of_a_correction_are_those_by_hand():
     # Factors 0, 1 | 0, 1, 2.5: the sum is 4.5 and that of the squares 8.25.
     want = {
         "kept_tokens": 3 / 5,
-        "kept_samples": (1 / 2 + 2 / 3) / 2,
-        "kept_positive": 1 / 2,
-        "kept_negative": 2 / 3,
         "off_policy": 0.0,
         "weight": (0.5 + 3.5 / 3) / 2,
         "at_low": 1 / 5,
         "at_high": 1 / 5,
         "largest_ratio": 6.0,
-        "largest_weight": 2.5,
         "effective_sample_size": 4.5**2 / (5 * 8.25),
     }
     assert {name: found[f"policy/correction_{name}"] for name in want} == pytest.approx(want, rel=1e-6)

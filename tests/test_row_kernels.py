@@ -545,7 +545,7 @@ def test_a_value_that_is_not_finite_is_found_as_after_two_kernels(monkeypatch):
 def test_another_factor_than_the_announced_one_is_refused(backend, is_one_read):
     with few_lanes(FEW_LANES if is_one_read else None) as launches:
         batch = make_batch()
-        with pytest.raises(ConfigError, match="loss_scale=2.0 was announced and backward delivers 3.0"):
+        with pytest.raises(ConfigError, match="loss_scale=2.0 was declared and backward delivers 3.0"):
             run_loss("grpo", batch, loss_scale=2.0, backend=backend)
         leaf = batch.logits.clone().requires_grad_()
         output = policy_loss("grpo", leaf, *batch.arguments(), backend=backend, vocab_size=REAL, loss_scale=SCALE)

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput
 
@@ -348,7 +348,7 @@ def test_an_announced_or_assumed_factor_changes_no_bit_and_is_checked(backend):
     for factor in (1.0, AssumedScale()):
         assert torch.equal(run_loss("grpo", batch, backend, loss_scale=factor, **shared)[1], want)
     if KERNEL_DEVICE == "cpu":
-        with pytest.raises(ConfigError, match="loss_scale=2.0 was announced and backward delivers 1.0"):
+        with pytest.raises(ConfigError, match="loss_scale=2.0 was declared and backward delivers 1.0"):
             run_loss("grpo", batch, backend, loss_scale=2.0, **shared)
 
 

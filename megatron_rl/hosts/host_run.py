@@ -22,7 +22,7 @@ from megatron_rl.hosts.args import INIT_LINE
 from megatron_rl.hosts.run import Run, Runs
 from megatron_rl.layout.groups import maxima_anywhere, resolve_groups
 from megatron_rl.megatron.head import HeadSettings
-from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.ops.scale import AssumedScale
 
 V = TypeVar("V")
 

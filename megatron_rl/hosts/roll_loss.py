@@ -20,8 +20,8 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics, reduce_statistics
-from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.weights import regularizer_weights, sample_token_weights
 

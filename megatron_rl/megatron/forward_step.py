@@ -28,7 +28,7 @@ from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale
 from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
-from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 
 if TYPE_CHECKING:

@@ -29,14 +29,6 @@ class RolloutValues:
 
 
 @dataclass(frozen=True, slots=True)
-class CorrectionValues:
-    """The inputs of the correction metrics."""
-
-    correction: Correction
-    advantages: Tensor  # [T]
-
-
-@dataclass(frozen=True, slots=True)
 class SupportValues:
     """The inputs of the metrics of kept ids, [T] each."""
 
@@ -44,9 +36,9 @@ class SupportValues:
     sizes: Tensor  # ids that were kept
 
 
-def token_share(name: str, value: Callable[[CorrectionValues], Tensor | None], normaliser: str = "num_corrected_tokens") -> Metric:
-    """The share of tokens, of those that the normaliser counts."""
-    return Metric(name, value, weight=Weight.TOKEN, normaliser=normaliser, present_with=normaliser)
+def token_share(name: str, value: Callable[[Correction], Tensor]) -> Metric:
+    """The share of the unmasked tokens."""
+    return Metric(name, value, weight=Weight.TOKEN, normaliser="num_corrected_tokens", present_with="num_corrected_tokens")
 
 
 def _shared(given: RolloutValues, values: Tensor | None, of: Callable[[Tensor], Tensor] = torch.Tensor.double) -> Tensor | None:
@@ -64,8 +56,8 @@ def _summed_staleness(given: RolloutValues) -> Tensor | None:
     return None if given.staleness is None else torch.where(given.has_tokens, given.staleness, 0).sum()
 
 
-def _corrected(given: CorrectionValues) -> Tensor:
-    return torch.ones_like(given.correction.weights)
+def _corrected(given: Correction) -> Tensor:
+    return torch.ones_like(given.weights)
 
 
 # Metrics of inputs that a rollout may give besides the loss's own. Staleness counts optimiser steps since the sample was sampled.
@@ -99,29 +91,18 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
 )
 # Metrics of an importance correction, where one is set.
 CORRECTION_METRICS: tuple[Metric, ...] = (
-    # Samples with an unmasked token, and unmasked tokens: all, and by the sign of the advantage.
+    # Samples with an unmasked token, and unmasked tokens.
     count("num_corrected_samples", _corrected, Weight.SAMPLE_SHARE),
     count("num_corrected_tokens", _corrected),
-    count("num_positive_tokens", lambda given: given.advantages > 0),
-    count("num_negative_tokens", lambda given: given.advantages < 0),
-    count("correction_weight_sum", lambda given: given.correction.weights),
-    count("correction_weight_squared_sum", lambda given: given.correction.weights.double().square()),
-    token_share("correction_kept_tokens", lambda given: given.correction.is_kept),
-    sample_mean("correction_kept_samples", lambda given: given.correction.is_kept, "num_corrected_samples"),
-    token_share("correction_kept_positive", lambda given: given.correction.is_kept & (given.advantages > 0), "num_positive_tokens"),
-    token_share("correction_kept_negative", lambda given: given.correction.is_kept & (given.advantages < 0), "num_negative_tokens"),
-    sample_mean("correction_off_policy", lambda given: given.correction.is_off_policy, "num_corrected_samples"),
-    sample_mean("correction_weight", lambda given: given.correction.weights, "num_corrected_samples"),
-    token_share("correction_at_low", lambda given: given.correction.is_low),
-    token_share("correction_at_high", lambda given: given.correction.is_high),
-    Metric(
-        "correction_largest_weight",
-        lambda given: given.correction.weights,
-        Reduction.MAX,
-        present_with="num_corrected_tokens",
-    ),
+    count("correction_weight_sum", lambda given: given.weights),
+    count("correction_weight_squared_sum", lambda given: given.weights.double().square()),
+    token_share("correction_kept_tokens", lambda given: given.is_kept),
+    sample_mean("correction_off_policy", lambda given: given.is_off_policy, "num_corrected_samples"),
+    sample_mean("correction_weight", lambda given: given.weights, "num_corrected_samples"),
+    token_share("correction_at_low", lambda given: given.is_low),
+    token_share("correction_at_high", lambda given: given.is_high),
     Metric(  # before the bounds
-        "correction_largest_ratio", lambda given: given.correction.ratios, Reduction.MAX, present_with="num_corrected_tokens"
+        "correction_largest_ratio", lambda given: given.ratios, Reduction.MAX, present_with="num_corrected_tokens"
     ),
 )
 CORRECTION_SAMPLE_SIZE = "correction_effective_sample_size"
@@ -175,11 +156,11 @@ def rollout_statistics(
 
 
 def token_statistics(
-    given: CorrectionValues | SupportValues,
+    given: Correction | SupportValues,
     *,
     loss_mask: Tensor,  # [T] bool
     counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
 ) -> Tensor:  # [len(CORRECTION_STATISTICS)] or [len(SUPPORT_STATISTICS)] float64
     """This rank's share of the statistics that the given values make. No communication, no synchronisation."""
-    rows = CORRECTION_METRICS if isinstance(given, CorrectionValues) else SUPPORT_METRICS
+    rows = CORRECTION_METRICS if isinstance(given, Correction) else SUPPORT_METRICS
     return over_tokens(rows, [metric.value(given) for metric in rows], loss_mask, token_weights(loss_mask, counts))

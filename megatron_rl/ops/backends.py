@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from packaging.version import Version
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.config import TRITON_OF_TORCH, Backend
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import Group
 
 # The dtypes that the kernels load; they compute in float32. float64 logits are computed in float64, in torch.
@@ -136,34 +137,6 @@ def first_order_only(backward: Callable[Concatenate[Context, P], R]) -> Callable
     return call
 
 
-# Relative. The factor is a product of a few float32 numbers; a wrong one differs by a count of ranks or micro-batches.
-FACTOR_TOLERANCE = 1e-6
-
-
-def check_announced(loss_scale: Tensor | float | None) -> None:
-    """Raises ConfigError unless loss_scale is a factor that backward can deliver, or None."""
-    is_scalar = isinstance(loss_scale, Tensor) and loss_scale.dim() == 0
-    is_number = isinstance(loss_scale, Real) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
-    if loss_scale is not None and not is_scalar and not is_number:
-        raise ConfigError(
-            f"loss_scale={loss_scale!r} must be a finite number above 0 or a 0-d tensor: the factor that backward will deliver; "
-            "pass None if it is not known yet"
-        )
-
-
-def check_delivered(upstream: Tensor, loss_scale: Tensor | float, why: str) -> Tensor | None:
-    """None if backward delivers the announced factor, else ConfigError with `why`. On CUDA: 1, or NaN for another factor."""
-    is_equal = (upstream / loss_scale - 1.0).abs() <= FACTOR_TOLERANCE
-    if upstream.is_cuda:
-        return torch.where(is_equal, 1.0, float("nan"))
-    if not bool(is_equal):
-        raise ConfigError(
-            f"loss_scale={float(loss_scale)!r} was announced and backward delivers {float(upstream)!r}: {why}. Pass the product of "
-            "everything that multiplies .loss: the schedule's factor, 1 / num_microbatches and the optimizer's loss scale"
-        )
-    return None
-
-
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -208,6 +181,65 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
     return VocabShard(first_column, num_columns, 1.0 / float(temperature), int(vocab_size))
 
 
+def check_logits(logits: Tensor) -> Tensor:
+    """Returns the logits. Raises DataError unless they are [T, V_tp] floating point."""
+    if not isinstance(logits, Tensor) or logits.layout != torch.strided:
+        given = type(logits).__name__ if not isinstance(logits, Tensor) else f"a tensor of layout {logits.layout}"
+        raise DataError(f"logits are {given}: pass a dense torch tensor [T, V_tp]")
+    if logits.dim() != 2 or logits.dtype not in LOGIT_DTYPES:
+        raise DataError(
+            f"logits must be [T, V_tp] in float32, bfloat16, float16 or float64, got {tuple(logits.shape)} {logits.dtype}: flatten "
+            "batch and sequence first"
+        )
+    return logits
+
+
+def check_log_prob_inputs(
+    logits: Tensor,  # [T, V_tp], checked
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    temperature: float,
+    vocab_size: int | None,
+    tp_group: Group,
+    *,
+    inplace: bool,
+) -> VocabShard:
+    """This rank's shard of the vocabulary. Raises what vocab_parallel_log_probs raises."""
+    check_labels(labels, logits.shape[0])
+    if loss_mask is not None and not isinstance(loss_mask, Tensor):
+        raise DataError(f"loss_mask is {type(loss_mask).__name__}: pass a torch tensor [T] bool, or None")
+    if loss_mask is not None and (loss_mask.shape != labels.shape or loss_mask.dtype != torch.bool):
+        raise DataError(f"loss_mask must be [T={logits.shape[0]}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
+    for name, tensor in (("labels", labels), ("loss_mask", loss_mask)):
+        if tensor is not None and tensor.device != logits.device:
+            raise DataError(f"{name} is on {tensor.device} and the logits on {logits.device}: move it with .to(logits.device)")
+    if not isinstance(inplace, bool):
+        raise ConfigError(f"inplace={inplace!r} must be True or False")
+    if inplace and rows_overlap(logits):
+        raise DataError(
+            f"inplace=True needs logits whose elements do not share memory, got strides {logits.stride()} for shape "
+            f"{tuple(logits.shape)}: pass inplace=False, or logits.contiguous()"
+        )
+    check_temperature(temperature)
+    return vocab_shard(logits.shape[1], temperature, vocab_size, tp_group)
+
+
+def compare_log_prob_inputs(
+    agreement: RankAgreement | None,
+    operand: Tensor,  # logits [T, V_tp]; hidden states of the fused head
+    labels: Tensor,  # [T]
+    loss_mask: Tensor | None,  # [T]
+) -> None:
+    """Adds the values that must be equal on ranks that share a softmax. Masked labels may hold anything."""
+    if agreement is None or not agreement.is_active:
+        return
+    agreement.add("dtype of logits", str(operand.dtype))
+    agreement.add("number of tokens", operand.shape[0], is_sliced=True)
+    agreement.add("number of columns", operand.shape[1])
+    agreement.add("loss_mask", loss_mask, is_sliced=True)
+    agreement.add("labels", labels if loss_mask is None else torch.where(loss_mask, labels, 0), is_sliced=True)
+
+
 def check_labels(labels: Tensor, num_tokens: int) -> None:
     if not isinstance(labels, Tensor):
         raise DataError(f"labels are {type(labels).__name__}: pass a torch tensor [T={num_tokens}] int64")
@@ -226,6 +258,37 @@ def check_temperature(temperature: float) -> None:
             f"temperature={temperature!r} must be a finite number above 0 ({SMALLEST_TEMPERATURE:g}, whose inverse float32 holds): "
             "it divides the logits"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Numbers of whole rows, equal bit for bit on all tp ranks."""
+
+    maximum: Tensor  # [T] of the raw logits; undefined where masked
+    total: Tensor  # [T] sum of e^((x - maximum) / temperature); undefined where masked
+    log_probs: Tensor  # [T], 0 where masked
+    entropy: Tensor  # [T], 0 where masked, and everywhere without with_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernels:
+    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
+
+    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
+
+    gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
+             entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
+
+    Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
+
+    unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
+
+    Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
+    """
+
+    forward: Callable[..., RowResult]
+    gradient: Callable[..., Tensor]
+    unit_gradient: Callable[..., RowResult | None] | None = None
 
 
 # Elements between aligned columns: 16 bytes of 16-bit logits, 32 of float32.
@@ -284,6 +347,50 @@ def gradient_like(
     if shift == 0 and stride == width:
         return torch.empty_like(logits, dtype=dtype, memory_format=torch.contiguous_format)
     return logits.new_empty(shift + num_rows * stride, dtype=dtype).as_strided((num_rows, width), (stride, 1), shift)
+
+
+class VocabParallelLogProbs(torch.autograd.Function):
+    """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        shard: VocabShard,
+        tp_group: Group,
+        with_entropy: bool,
+        inplace: bool,
+        kernels: RowKernels,
+    ) -> tuple[Tensor, Tensor]:
+        rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
+        ctx.shard, ctx.inplace, ctx.kernels = shard, inplace, kernels
+        # An unused output gets a None gradient, not zeros, so that an unused entropy costs no second pass.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, labels, loss_mask, rows.maximum, rows.total, rows.entropy)
+        return rows.log_probs, rows.entropy
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, log_probs_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Unpacking raises if the logits were written to since forward: autograd compares version counters. A second backward after
+        # an in-place one raises too, because both backends count the write of the gradient below.
+        logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
+        gradient = logits.detach() if ctx.inplace else gradient_like(logits)
+        ctx.kernels.gradient(
+            logits,
+            labels,
+            loss_mask,
+            maximum,
+            total,
+            entropy,
+            log_probs_gradient,
+            entropy_gradient,
+            ctx.shard,
+            out=gradient,
+        )
+        return gradient, *[None] * 7
 
 
 # Programs an SM needs to hide the latency of its loads: 8 of 4 KiB cover 700 ns at 4.3 TB/s over 132 SMs (23 KiB an SM). With fewer

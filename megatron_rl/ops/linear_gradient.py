@@ -16,11 +16,11 @@ written over the logits, dX, start of its reduction over tp, dW during that redu
 leave G itself in the memory of the logits: then no kernel reads the logits again.
 
 Backward multiplies this gradient by its factor; a second backward raises. The weight's gradient is summed in float32. Where the
-parameter has Megatron's float32 `main_grad`, it is added there, unrounded: in forward if the factor was announced (loss_scale),
+parameter has Megatron's float32 `main_grad`, it is added there, unrounded: in forward if the factor was declared (loss_scale),
 else in backward. Without main_grad it is returned in the weight's dtype. If that has 16 bits, it is rounded
 
     one product in all     by this product, once. Then a factor of backward that is no power of two rounds once more, by at most
-                           2^-8 of an element in bfloat16, as in the gradient of hidden. An announced factor rounds nothing
+                           2^-8 of an element in bfloat16, as in the gradient of hidden. A declared factor rounds nothing
     several products       by backward, once: it multiplies their float32 sum
 """
 
@@ -36,8 +36,7 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduce_scatter_sum
-from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only
+from megatron_rl.ops.backends import RowResult, first_order_only
 from megatron_rl.ops.linear_head import (
     Chunk,
     LinearHead,
@@ -52,7 +51,7 @@ from megatron_rl.ops.linear_head import (
     multiply_into,
     weight_gradient,
 )
-from megatron_rl.ops.log_probs_torch import RowResult
+from megatron_rl.ops.scale import AssumedScale, check_actual_scale, check_declared_scale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,20 +142,23 @@ class HeadGradient:
     reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
 
 
-def make_gradient(
-    head: LinearHead,
-    *,
-    needs_hidden: bool,
-    needs_weight: bool,
-    main_grad: Tensor | None,  # [V_tp, H] to add to; None: a new tensor
-    rounds_weight: bool = True,  # False: it stays float32, for a main_grad that backward adds it to
-    scale: Tensor | float | None,
-    has_entropy_term: bool,
-    is_reduced: bool = True,
-) -> HeadGradient:
-    # Whatever the strides of head.hidden: a slice of rows must be contiguous, because a product and the sum over tp are in place.
-    hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if needs_hidden else None
-    return HeadGradient(hidden, main_grad, needs_weight, rounds_weight, has_entropy_term, scale, is_reduced)
+def hidden_buffer(head: LinearHead) -> Tensor:  # [T, H] zeros
+    """Contiguous whatever the strides of head.hidden, because a product and the sum over tp write its slices in place."""
+    return torch.zeros_like(head.hidden, memory_format=torch.contiguous_format)
+
+
+def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_entropy_term: bool, of_pairs: bool = False) -> HeadGradient:
+    """Buffers for what `ready` needs. of_pairs: pairs come too, so that their caller rounds, scales and reduces."""
+    main_grad = main_grad_of(ready.parameter)
+    return HeadGradient(
+        hidden=hidden_buffer(head) if ready.needs_hidden else None,
+        weight=main_grad if ready.is_in_main_grad else None,
+        needs_weight=ready.parameter.requires_grad,
+        rounds_weight=main_grad is None and not of_pairs,  # it stays float32 for a main_grad that backward adds it to
+        has_entropy_term=has_entropy_term,
+        scale=None if of_pairs else ready.loss_scale,
+        is_reduced=not of_pairs,
+    )
 
 
 def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coefficients, gradient: HeadGradient) -> Tensor | None:
@@ -405,12 +407,13 @@ def _logits_gradient(
 class ReadyGradient:
     """The gradient that backward returns, once."""
 
-    hidden: Tensor | None  # [T, H] or [T / tp, H]
-    weight: Tensor | None  # [V_tp, H] float32, or already the weight's dtype; None where it is in main_grad or not needed
     parameter: Tensor  # the weight as the caller gave it, with main_grad and its flags
+    needs_hidden: bool
     is_in_main_grad: bool
     loss_scale: Tensor | float | None
-    is_delivered: bool = False
+    hidden: Tensor | None = None  # [T, H] or [T / tp, H]
+    weight: Tensor | None = None  # [V_tp, H] float32, or already the weight's dtype; None where it is in main_grad or not needed
+    is_used: bool = False
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -423,29 +426,30 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return main_grad if main_grad.dtype == accumulator_dtype(weight) and main_grad.shape == weight.shape else None
 
 
-def check_loss_scale(
-    loss_scale: Tensor | float | AssumedScale | None, hidden: Tensor, *, adds_in_forward: bool
-) -> Tensor | float | None:
-    """The same. Raises ConfigError for a wrong one, for float16 without one, and in a recomputation that adds to main_grad."""
+def ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float | AssumedScale | None) -> ReadyGradient:
+    """An empty one. Raises ConfigError for a wrong loss_scale, for float16 without one, and in a recomputation that adds to
+    main_grad."""
     if isinstance(loss_scale, AssumedScale):
         raise ConfigError(
             "loss_scale=AssumedScale() is for losses from logits: the fused head adds the weight's gradient to main_grad in "
             "forward, and cannot take out that of a wrong guess; pass the factor, or None, with which backward multiplies [T, H] "
             "and [V_tp, H] by whatever it delivers"
         )
-    check_announced(loss_scale)
-    if loss_scale is None and hidden.dtype == torch.float16:
+    if loss_scale is not None:
+        check_declared_scale(loss_scale)
+    elif hidden.dtype == torch.float16:
         raise ConfigError(
             "float16 hidden states need loss_scale: the gradient is computed in forward, and without its scale float16 rounds most "
             "of it to 0; pass the factor that backward will deliver, or use bfloat16"
         )
     # torch has no public name for "a backward pass runs in this thread"; torch.utils.checkpoint asks the same function.
-    if adds_in_forward and torch._C._current_graph_task_id() != -1:
+    is_in_main_grad = loss_scale is not None and weight.requires_grad and main_grad_of(weight) is not None
+    if is_in_main_grad and torch._C._current_graph_task_id() != -1:
         raise ConfigError(
             "this forward pass runs inside a backward pass: the head is recomputed, which would add its weight gradient to "
             "main_grad a second time; leave the head out of activation recomputation, or pass loss_scale=None"
         )
-    return loss_scale
+    return ReadyGradient(weight, hidden.requires_grad, is_in_main_grad, loss_scale)
 
 
 def attach_gradient(
@@ -469,15 +473,15 @@ class _WithHeadGradient(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradient = ctx.gradient
-        if gradient.is_delivered:
+        if gradient.is_used:
             raise ConfigError(
                 "a second backward through the fused head: its gradient was computed in forward and is gone; compute the loss "
                 "again, or use the logits path (policy_loss) where retain_graph is needed"
             )
-        gradient.is_delivered = True
+        gradient.is_used = True
         factor: Tensor | None = upstream
         if gradient.loss_scale is not None:
-            factor = check_delivered(upstream, gradient.loss_scale, "the gradient is already made with the announced one")
+            factor = check_actual_scale(upstream, gradient.loss_scale, "the gradient is already made with the declared one")
         hidden, weight = gradient.hidden, gradient.weight
         gradient.hidden = gradient.weight = None  # so that autograd can take the tensors without a copy
         if hidden is not None and factor is not None:

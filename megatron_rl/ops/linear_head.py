@@ -25,15 +25,17 @@ from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack
 from megatron_rl.ops.backends import (
     LOGIT_DTYPES,
+    RowKernels,
+    RowResult,
     VocabShard,
     check_labels,
     check_temperature,
+    compare_log_prob_inputs,
     resolve_backend,
     vocab_shard,
     why_triton_is_missing,
 )
-from megatron_rl.ops.log_probs import compare_log_prob_inputs, row_kernels
-from megatron_rl.ops.log_probs_torch import RowKernels, RowResult
+from megatron_rl.ops.log_probs import row_kernels
 
 # With fewer rows the weight gradient is read and written too often: 8 bytes an element and chunk, 18 % of its matmul at 4096 rows.
 CUDA_ROWS_WARNING = 4096

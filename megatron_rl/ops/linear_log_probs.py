@@ -18,8 +18,8 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.ops.backends import check_temperature, first_order_only, resolve_backend, runs_eagerly, vocab_shard
-from megatron_rl.ops.linear_gradient import ReadyGradient, cut, main_grad_of, make_gradient, run_gradient
+from megatron_rl.ops.backends import RowResult, check_temperature, first_order_only, resolve_backend, runs_eagerly, vocab_shard
+from megatron_rl.ops.linear_gradient import HeadGradient, ReadyGradient, cut, gradient_for, hidden_buffer, run_gradient
 from megatron_rl.ops.linear_head import (
     HeadOptions,
     LinearHead,
@@ -32,7 +32,6 @@ from megatron_rl.ops.linear_head import (
     make_head,
 )
 from megatron_rl.ops.log_probs import LogProbKeywords
-from megatron_rl.ops.log_probs_torch import RowResult
 from megatron_rl.ops.support import (
     PairKernels,
     Pairs,
@@ -252,8 +251,6 @@ def fill_with_pairs(
     capacity: int,
     c: Tensor,  # [T] dL / dlog_prob
     e: Tensor | None,  # [T] dL / dentropy
-    *,
-    needs_hidden: bool,
 ) -> None:
     """The gradient where each row has a set of kept ids.
 
@@ -263,16 +260,7 @@ def fill_with_pairs(
     full_results, pairs, kernels, scores = scored
     scale = 1.0 if ready.loss_scale is None else ready.loss_scale
     c = c * scale
-    gradient = make_gradient(
-        head,
-        needs_hidden=needs_hidden,
-        needs_weight=ready.parameter.requires_grad,
-        main_grad=main_grad_of(ready.parameter) if ready.is_in_main_grad else None,
-        rounds_weight=False,
-        scale=None,
-        has_entropy_term=True,
-        is_reduced=False,
-    )
+    gradient = gradient_for(ready, head, has_entropy_term=True, of_pairs=True)
     if e is not None and rows.numel():
         chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
         run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)
@@ -322,12 +310,11 @@ class LinearLogProbs(torch.autograd.Function):
         chunks = _in_chunks(tuple((one, rows[is_live[rows]]) for one, rows in ctx.parts), ctx.capacity)
         longest = max((chunk.numel() for _, chunk in chunks), default=0)
         head = make_head(hidden, weight, labels, ctx.options, longest, with_entropy=entropy is not None)
-        gradient = make_gradient(
-            head,
-            needs_hidden=ctx.needs_input_grad[0],
+        gradient = HeadGradient(
+            hidden=hidden_buffer(head) if ctx.needs_input_grad[0] else None,
+            weight=None,
             needs_weight=ctx.needs_input_grad[1],
-            main_grad=None,
-            scale=None,
+            rounds_weight=True,
             has_entropy_term=entropy_gradient is not None,
             is_reduced=ctx.reduces_hidden,
         )

@@ -8,29 +8,24 @@ Derivation: docs/losses.md, "Log-probabilities over a sharded vocabulary".
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from megatron_rl.config import Backend
-from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import (
-    LOGIT_DTYPES,
-    VocabShard,
-    check_labels,
-    check_temperature,
-    first_order_only,
-    gradient_like,
+    RowKernels,
+    VocabParallelLogProbs,
+    check_log_prob_inputs,
+    check_logits,
+    compare_log_prob_inputs,
     resolve_backend,
-    rows_overlap,
     runs_eagerly,
-    vocab_shard,
 )
-from megatron_rl.ops.log_probs_torch import RowKernels, logits_gradient_torch, row_results_torch
+from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_torch
 from megatron_rl.ops.support import SupportLogProbs, check_support, compare_supports
 
 
@@ -140,106 +135,3 @@ def row_kernels(backend: Backend) -> RowKernels:
     from megatron_rl.ops.rows_triton import unit_gradient
 
     return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient)
-
-
-class VocabParallelLogProbs(torch.autograd.Function):
-    """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        loss_mask: Tensor | None,
-        shard: VocabShard,
-        tp_group: Group,
-        with_entropy: bool,
-        inplace: bool,
-        kernels: RowKernels,
-    ) -> tuple[Tensor, Tensor]:
-        rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
-        ctx.shard, ctx.inplace, ctx.kernels = shard, inplace, kernels
-        # An unused output gets a None gradient, not zeros, so that an unused entropy costs no second pass.
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, labels, loss_mask, rows.maximum, rows.total, rows.entropy)
-        return rows.log_probs, rows.entropy
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, log_probs_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Unpacking raises if the logits were written to since forward: autograd compares version counters. A second backward after
-        # an in-place one raises too, because both backends count the write of the gradient below.
-        logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
-        gradient = logits.detach() if ctx.inplace else gradient_like(logits)
-        ctx.kernels.gradient(
-            logits,
-            labels,
-            loss_mask,
-            maximum,
-            total,
-            entropy,
-            log_probs_gradient,
-            entropy_gradient,
-            ctx.shard,
-            out=gradient,
-        )
-        return gradient, *[None] * 7
-
-
-def check_logits(logits: Tensor) -> Tensor:
-    """Returns the logits. Raises DataError unless they are [T, V_tp] floating point."""
-    if not isinstance(logits, Tensor) or logits.layout != torch.strided:
-        given = type(logits).__name__ if not isinstance(logits, Tensor) else f"a tensor of layout {logits.layout}"
-        raise DataError(f"logits are {given}: pass a dense torch tensor [T, V_tp]")
-    if logits.dim() != 2 or logits.dtype not in LOGIT_DTYPES:
-        raise DataError(
-            f"logits must be [T, V_tp] in float32, bfloat16, float16 or float64, got {tuple(logits.shape)} {logits.dtype}: flatten "
-            "batch and sequence first"
-        )
-    return logits
-
-
-def check_log_prob_inputs(
-    logits: Tensor,  # [T, V_tp], checked
-    labels: Tensor,
-    loss_mask: Tensor | None,
-    temperature: float,
-    vocab_size: int | None,
-    tp_group: Group,
-    *,
-    inplace: bool,
-) -> VocabShard:
-    """This rank's shard of the vocabulary. Raises what vocab_parallel_log_probs raises."""
-    check_labels(labels, logits.shape[0])
-    if loss_mask is not None and not isinstance(loss_mask, Tensor):
-        raise DataError(f"loss_mask is {type(loss_mask).__name__}: pass a torch tensor [T] bool, or None")
-    if loss_mask is not None and (loss_mask.shape != labels.shape or loss_mask.dtype != torch.bool):
-        raise DataError(f"loss_mask must be [T={logits.shape[0]}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
-    for name, tensor in (("labels", labels), ("loss_mask", loss_mask)):
-        if tensor is not None and tensor.device != logits.device:
-            raise DataError(f"{name} is on {tensor.device} and the logits on {logits.device}: move it with .to(logits.device)")
-    if not isinstance(inplace, bool):
-        raise ConfigError(f"inplace={inplace!r} must be True or False")
-    if inplace and rows_overlap(logits):
-        raise DataError(
-            f"inplace=True needs logits whose elements do not share memory, got strides {logits.stride()} for shape "
-            f"{tuple(logits.shape)}: pass inplace=False, or logits.contiguous()"
-        )
-    check_temperature(temperature)
-    return vocab_shard(logits.shape[1], temperature, vocab_size, tp_group)
-
-
-def compare_log_prob_inputs(
-    agreement: RankAgreement | None,
-    operand: Tensor,  # logits [T, V_tp]; hidden states of the fused head
-    labels: Tensor,  # [T]
-    loss_mask: Tensor | None,  # [T]
-) -> None:
-    """Adds the values that must be equal on ranks that share a softmax. Masked labels may hold anything."""
-    if agreement is None or not agreement.is_active:
-        return
-    agreement.add("dtype of logits", str(operand.dtype))
-    agreement.add("number of tokens", operand.shape[0], is_sliced=True)
-    agreement.add("number of columns", operand.shape[1])
-    agreement.add("loss_mask", loss_mask, is_sliced=True)
-    agreement.add("labels", labels if loss_mask is None else torch.where(loss_mask, labels, 0), is_sliced=True)

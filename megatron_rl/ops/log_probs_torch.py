@@ -9,14 +9,13 @@ Rows are computed in chunks that stay in the cache: on a CPU a pass over memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megatron_rl.layout.groups import Group, all_gather_stack
-from megatron_rl.ops.backends import VocabShard
+from megatron_rl.ops.backends import RowResult, VocabShard
 
 # A maximum starts here, not at -inf, so that a row or shard without a finite logit gives no inf - inf.
 MAXIMUM_FLOOR = -1e30
@@ -26,37 +25,6 @@ EXPONENT_FLOOR = -800.0
 CPU_CHUNK_BYTES = 4 * 1024**2
 # On a GPU a chunk only has to bound memory; launches cost more than cache misses.
 CUDA_CHUNK_BYTES = 256 * 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """Numbers of whole rows, equal bit for bit on all tp ranks."""
-
-    maximum: Tensor  # [T] of the raw logits; undefined where masked
-    total: Tensor  # [T] sum of e^((x - maximum) / temperature); undefined where masked
-    log_probs: Tensor  # [T], 0 where masked
-    entropy: Tensor  # [T], 0 where masked, and everywhere without with_entropy
-
-
-@dataclass(frozen=True, slots=True)
-class RowKernels:
-    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
-
-    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
-
-    gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
-             entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
-
-    Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
-
-    unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
-
-    Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
-    """
-
-    forward: Callable[..., RowResult]
-    gradient: Callable[..., Tensor]
-    unit_gradient: Callable[..., RowResult | None] | None = None
 
 
 def row_statistics_reference(

@@ -30,6 +30,7 @@ from megatron_rl.ops.backends import (
     GRADIENT_DEFAULTS,
     STATISTICS_DEFAULTS,
     GradientConfiguration,
+    RowResult,
     StatisticsConfiguration,
     VocabShard,
     flat_rows,
@@ -37,7 +38,6 @@ from megatron_rl.ops.backends import (
     has_flat_rows,
     split_rows,
 )
-from megatron_rl.ops.log_probs_torch import RowResult
 
 # Rows of one program of list_rows, and entries of the mask that it reads at once.
 LIST_BLOCK = 4096

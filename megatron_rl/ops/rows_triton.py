@@ -25,12 +25,12 @@ from megatron_rl.ops.backends import (
     ALIGNMENT,
     MAX_REGISTERS,
     OneReadConfiguration,
+    RowResult,
     VocabShard,
     flat_rows,
     has_flat_rows,
     one_read_configuration,
 )
-from megatron_rl.ops.log_probs_torch import RowResult
 from megatron_rl.ops.log_probs_triton import (
     LOG2_E,
     row_result,

@@ -29,13 +29,12 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.layout.sampling_support import SamplingSupport, neighbouring_rows, offsets_of
-from megatron_rl.ops.backends import VocabShard, first_order_only, gradient_like
+from megatron_rl.ops.backends import RowKernels, VocabShard, first_order_only, gradient_like
 from megatron_rl.ops.log_probs_torch import (
     CPU_CHUNK_BYTES,
     CUDA_CHUNK_BYTES,
     EXPONENT_FLOOR,
     MAXIMUM_FLOOR,
-    RowKernels,
     merge_shards,
     working_dtype,
 )

@@ -13,15 +13,17 @@ from megatron_rl.config import Backend
 from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
-from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
-from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, log_probs_dtype, runs_eagerly
-from megatron_rl.ops.log_probs import (
+from megatron_rl.ops.backends import (
     VocabParallelLogProbs,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
-    row_kernels,
+    first_order_only,
+    log_probs_dtype,
+    runs_eagerly,
 )
+from megatron_rl.ops.log_probs import row_kernels
+from megatron_rl.ops.scale import AssumedScale, Assumption, check_actual_scale, check_declared_scale
 from megatron_rl.ops.support import SupportLogProbs, check_support
 from megatron_rl.policy_loss.corrected_inputs import corrected
 from megatron_rl.policy_loss.inputs import (
@@ -101,15 +103,16 @@ def policy_loss(
         support = batch.sampling_support
         if support is not None:
             check_support(support, labels, batch.loss_mask, shard, batch.cu_seqlens)
-        announced = None if isinstance(options.loss_scale, AssumedScale) else options.loss_scale
-        check_announced(announced)
+        declared = None if isinstance(options.loss_scale, AssumedScale) else options.loss_scale
+        if declared is not None:
+            check_declared_scale(declared)
         compare_calls(agreement, loss, options, batch, advantages)
     batch = known_before_rows(loss, batch, options, dtype)
     with_entropy, scale = options.needs_entropy(loss), options.loss_scale
     if support is None and scale is not None and has_triton(loss, options) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.policy_loss.one_read_triton import plan_loss, read_once
 
-        configuration = plan_loss(loss, logits, batch, options, is_assumed=announced is None)
+        configuration = plan_loss(loss, logits, batch, options, is_assumed=declared is None)
         if configuration is not None:
             made_with = scale.assume(logits.device) if isinstance(scale, AssumedScale) else scale
             scores, entropies, gradient = read_once(loss, logits, labels, batch, options, shard, configuration, made_with)
@@ -121,7 +124,7 @@ def policy_loss(
         log_probs, entropy = VocabParallelLogProbs.apply(*scored)  # type: ignore[no-untyped-call]  # torch's
     else:
         log_probs, entropy = SupportLogProbs.apply(*scored, support)  # type: ignore[no-untyped-call]  # torch's
-    return _output_of_scores(loss, log_probs, entropy if with_entropy else None, batch, options, announced)
+    return _output_of_scores(loss, log_probs, entropy if with_entropy else None, batch, options, declared)
 
 
 @runs_eagerly
@@ -172,11 +175,11 @@ def _output_of_scores(
     entropy: Tensor | None,  # [T] with gradient
     batch: LossBatch,
     options: LossOptions,
-    announced: Tensor | float | None,
+    declared: Tensor | float | None,
 ) -> PolicyLossOutput:
     detached = None if entropy is None else entropy.detach()
     output, coefficients = reduce(loss, log_probs.detach(), detached, batch, options)
-    return replace(output, loss=_WithGradient.apply(log_probs, entropy, output, coefficients, announced))  # type: ignore[no-untyped-call]  # torch's
+    return replace(output, loss=_WithGradient.apply(log_probs, entropy, output, coefficients, declared))  # type: ignore[no-untyped-call]  # torch's
 
 
 # losses/grpo.py and losses/gspo.py have the equations: the ratio of a token, clip 0.2 / 0.2, and of a sample, clip 3e-4 / 4e-4.
@@ -203,8 +206,8 @@ class _WithGradient(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.loss_scale is not None:  # the same check as after one read, so that a shape decides no error
-            factor = check_delivered(
-                upstream, ctx.loss_scale, "one kernel, where it can, makes the gradient with the announced one"
+            factor = check_actual_scale(
+                upstream, ctx.loss_scale, "one kernel, where it can, makes the gradient with the declared one"
             )
             upstream = upstream if factor is None else upstream * factor
         return *(None if saved is None else upstream * saved for saved in ctx.saved_tensors), None, None, None
@@ -233,7 +236,7 @@ class _WithLogitsGradient(torch.autograd.Function):
         if isinstance(ctx.made_with, Assumption):
             ctx.made_with.correct(gradient, upstream)
             return gradient, None, None, None
-        factor = check_delivered(upstream, ctx.made_with, "the gradient is already made with the announced one")
+        factor = check_actual_scale(upstream, ctx.made_with, "the gradient is already made with the declared one")
         if factor is not None:  # 1 or NaN: a column is enough, because the product with any matrix spreads it
             gradient[:, :1].mul_(factor)
         return gradient, None, None, None

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE, Group, document_ids, spread
+from megatron_rl.layout.groups import SINGLE, Group
 from megatron_rl.losses.corrections import Correction, CorrectionSettings, correct, sums_of_samples
-from megatron_rl.metrics.further import CorrectionValues, token_statistics
-from megatron_rl.policy_loss.inputs import LossBatch, check_cu_seqlens, check_loss_mask, not_none
+from megatron_rl.metrics.further import token_statistics
+from megatron_rl.ops.backends import log_probs_dtype
+from megatron_rl.policy_loss.inputs import LossBatch, not_none, prepared
 
 
 def importance_correction(
@@ -48,26 +49,23 @@ def importance_correction(
         raise ConfigError(problems)
     if settings.sequence_delta is not None and (log_probs is None or advantages is None):
         raise ConfigError("off_policy_sequence_delta needs log_probs [T] and advantages [T]: pass them")
-    vectors = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
-    vectors |= {name: v for name, v in (("log_probs", log_probs), ("advantages", advantages)) if v is not None}
-    check_loss_mask(loss_mask, loss_mask.numel())
-    check_cu_seqlens(cu_seqlens, loss_mask.numel())
-    documents = document_ids(cu_seqlens, loss_mask.numel())
-    is_live = loss_mask.bool() & (documents < cu_seqlens.numel() - 1)
-    for name, vector in vectors.items():
-        if vector.shape != loss_mask.shape:
-            raise DataError(f"{name} must be [T={loss_mask.numel()}], got {tuple(vector.shape)}")
-        if name != "loss_mask" and vector.dtype not in (torch.float32, torch.float64):
-            raise DataError(f"{name} is {vector.dtype}: a ratio of probabilities needs float32 or float64; convert it")
-        if not vector.is_cuda and bool((is_live & ~torch.isfinite(vector)).any()):
-            raise DataError(f"{name} has unmasked values that are not finite: mask those tokens or drop the samples")
     advantages = torch.zeros_like(old_log_probs) if advantages is None else advantages
-    shared = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": is_live}
-    trained = old_log_probs if log_probs is None else log_probs
+    token_weights = old_log_probs.new_ones(cu_seqlens.numel() - 1)  # no correction reads them
+    batch = LossBatch(old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, rollout_log_probs=rollout_log_probs)
+    dtype, device = log_probs_dtype(old_log_probs), old_log_probs.device
+    batch = prepared(None, batch, num_tokens=loss_mask.numel(), device=device, dtype=dtype, advantages_per="token")
+    log_probs = old_log_probs if log_probs is None else log_probs
+    if log_probs.shape != old_log_probs.shape:
+        raise DataError(f"log_probs must be [T={len(old_log_probs)}], got {tuple(log_probs.shape)}")
+    vectors = (old_log_probs, rollout_log_probs, log_probs, advantages)
+    old, rollout, trained, advantages = torch.stack([vector.to(dtype) for vector in vectors])
+    is_finite = torch.isfinite(old + rollout + trained + advantages)
+    if device.type == "cpu" and bool((batch.loss_mask & ~is_finite).any()):
+        raise DataError("log-probabilities or advantages have unmasked values that are not finite: mask those tokens")
+    shared = {"old_log_probs": old, "rollout_log_probs": rollout, "loss_mask": batch.loss_mask}
     sums = sums_of_samples(settings, log_probs=trained, cu_seqlens=cu_seqlens, cp_group=cp_group, **shared)
-    correction = correct(settings, advantages=advantages, sums=sums, documents=documents, **shared)
-    values = CorrectionValues(correction, advantages)
-    return correction, token_statistics(values, loss_mask=is_live, counts=spread(sums["counts"], documents))
+    correction = correct(settings, advantages=advantages, sums=sums, documents=not_none(batch.documents), **shared)
+    return correction, token_statistics(correction, loss_mask=batch.loss_mask, counts=batch.spread(sums["counts"]))
 
 
 @torch.no_grad()

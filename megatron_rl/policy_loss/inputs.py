@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyMetrics
 from megatron_rl.count import check_counts
-from megatron_rl.declare import POLICY_LOSSES, PolicyLoss
+from megatron_rl.declare import PolicyLoss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, document_ids, resolve_group, spread
@@ -26,9 +26,9 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import Correction, CorrectionSettings, counted_twice
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 from megatron_rl.metrics.policy import PolicyStatistics
-from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.linear_head import HeadOptions
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.ops.support import compare_supports
 
 # Relative standard deviation above which the advantages of a sample vary. For equal numbers float64 sums give less than 1e-7.
@@ -108,13 +108,7 @@ def agreement_of(keywords: dict[str, Any]) -> RankAgreement | nullcontext[None]:
 
 
 def options_and_tensors(keywords: Mapping[str, Any]) -> tuple[LossOptions, dict[str, Any]]:
-    """The options of a call, and the keywords of LossBatch. Raises ConfigError for an unknown one."""
-    known = [option.name for option in fields(LossOptions)]
-    if unknown := sorted(keywords.keys() - {*known, *OPTIONAL_FIELDS}):
-        raise ConfigError(
-            f"a policy loss takes no keyword {unknown[0]}: it takes advantages_per, {', '.join((*known, *OPTIONAL_FIELDS))}; "
-            "parameters of a loss are in loss_parameters"
-        )
+    """The options of a call, and the keywords of LossBatch. Raises TypeError for an unknown one."""
     tensors = {name: value for name, value in keywords.items() if name in OPTIONAL_FIELDS}
     return LossOptions(**{name: value for name, value in keywords.items() if name not in tensors}), tensors
 
@@ -124,27 +118,24 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
 
     Raises ConfigError for a value outside its range, and for a missing tensor that the loss or a term needs.
     """
-    low, high = (
-        None if value is None else _number(name, value)
-        for name, value in (("clip_ratio_low", options.clip_ratio_low), ("clip_ratio_high", options.clip_ratio_high))
-    )
-    loss.clip_bounds(low, high)
-    coefficients = {name: _number(name, getattr(options, name)) for name in ("kl_coefficient", "entropy_coefficient")}
+    clip = {"clip_ratio_low": options.clip_ratio_low, "clip_ratio_high": options.clip_ratio_high}
+    coefficients = {"kl_coefficient": options.kl_coefficient, "entropy_coefficient": options.entropy_coefficient}
+    given = {name: value for name, value in clip.items() if value is not None} | coefficients
+    numbers: dict[str, Any] = {name: _number(name, value) for name, value in given.items()}
+    options = replace(options, **numbers)
+    loss.clip_bounds(options.clip_ratio_low, options.clip_ratio_high)
     for name, value in coefficients.items():
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{name}={getattr(options, name)} must be a finite number of at least 0; 0 turns the term off")
+        if not 0 <= getattr(options, name) < math.inf:
+            raise ConfigError(f"{name}={value} must be a finite number of at least 0; 0 turns the term off")
     if not isinstance(options.metrics, str) or options.metrics not in set(PolicyMetrics):
         raise ConfigError(f"metrics={options.metrics!r} is not one of {', '.join(PolicyMetrics)}")
-    if coefficients["kl_coefficient"] or options.kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
-        try:
-            KL_ESTIMATORS[str(options.kl_estimator)]
-        except ConfigError as error:
-            raise ConfigError(f"kl_estimator={options.kl_estimator!r}: {error}") from error
+    if options.kl_coefficient or options.kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
+        _ = KL_ESTIMATORS[str(options.kl_estimator)]
     if options.correction is not None:
         _check_correction(loss, options.correction, batch.rollout_log_probs)
-    if coefficients["kl_coefficient"] and batch.ref_log_probs is None:
+    if options.kl_coefficient and batch.ref_log_probs is None:
         raise ConfigError(f"kl_coefficient={options.kl_coefficient} needs ref_log_probs [T]; pass them or set it to 0")
-    if any(coefficients.values()) and batch.regularizer_weights is None:
+    if (options.kl_coefficient or options.entropy_coefficient) and batch.regularizer_weights is None:
         raise ConfigError(
             "kl_coefficient and entropy_coefficient need regularizer_weights [N]: pass "
             "megatron_rl.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
@@ -154,10 +145,6 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
             raise ConfigError(f"policy loss {loss.name!r} needs {name} [T]; pass them, or choose another loss")
     return replace(
         options,
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        kl_coefficient=coefficients["kl_coefficient"],
-        entropy_coefficient=coefficients["entropy_coefficient"],
         loss_parameters=loss.resolve_parameters(options.loss_parameters),
         backend=resolve_backend(options.backend, like_logits),
         correction=options.correction if options.correction is not None and options.correction.is_on else None,
@@ -274,7 +261,7 @@ class Coefficients(NamedTuple):
 
 
 def prepared(
-    loss: PolicyLoss,
+    loss: PolicyLoss | None,  # None: a correction alone
     batch: LossBatch,  # as the caller gave it
     *,
     num_tokens: int,
@@ -287,7 +274,7 @@ def prepared(
 
     dtype: of the log-probabilities and of the loss; weights must be finite in it.
     """
-    if loss.anchor == "rollout":
+    if loss is not None and loss.anchor == "rollout":
         batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     required = ("cu_seqlens", "loss_mask", "advantages", "token_weights")
     given = {name: getattr(batch, name) for name in (*required, *VECTORS, *DOCUMENT_FIELDS[1:])}
@@ -330,14 +317,10 @@ def compare_calls(
         return
     agreement.add("policy loss", loss.name)
     scale = options.loss_scale
-    as_text = {
-        "loss_scale": "a tensor" if isinstance(scale, Tensor) else "assumed" if isinstance(scale, AssumedScale) else scale,
-        "loss_parameters": str(options.loss_parameters),
-        "correction": str(options.correction),
-    }
+    agreement.add("loss_scale", scale if scale is None or isinstance(scale, Real) else type(scale).__name__)
     for option in fields(options):
-        if option.name not in ("tp_group", "cp_group", "check_ranks"):
-            agreement.add(option.name, as_text.get(option.name, getattr(options, option.name)))
+        if option.name not in ("tp_group", "cp_group", "check_ranks", "loss_scale"):
+            agreement.add(option.name, getattr(options, option.name))
     compare_supports(agreement, batch.sampling_support, batch.loss_mask)
     agreement.add("number of documents", batch.num_documents)
     agreement.add("cu_seqlens", batch.cu_seqlens, is_sliced=True)
@@ -557,8 +540,6 @@ def refuse_bad_data(loss: PolicyLoss, output: PolicyLossOutput, sums: Tensor, ba
         where = f"in what {' or '.join(functions)} returns for finite inputs"
         where += ", or on another context-parallel rank" if options.cp_group.size() > 1 else ""
         remedy = "Mask the token or drop the sample"
-        if not POLICY_LOSSES.is_built_in(loss.name):
-            remedy = f"In {loss.name} write bounded_exp for exp, and keep divisors above 0"
     raise DataError(
         f"document {document} of the micro-batch has {int(output.num_nonfinite[document])} unmasked tokens with a value that is "
         f"not finite, {where}; {int((output.num_nonfinite > 0).sum())} documents are affected. {remedy}"

@@ -19,13 +19,11 @@ from megatron_rl.layout.groups import SINGLE, all_gather_stack, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import log_probs_dtype, runs_eagerly, vocab_shard
 from megatron_rl.ops.linear_gradient import (
-    ReadyGradient,
     WorkItem,
     attach_gradient,
-    check_loss_scale,
     document_bins,
-    main_grad_of,
-    make_gradient,
+    gradient_for,
+    ready_gradient,
     run_with_gradient,
     schedule_documents,
     schedule_rows,
@@ -140,7 +138,7 @@ def linear_policy_loss(
         capacity = chunk_capacity(weight, options, num_tokens)
         ready = None
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            ready = _ready_gradient(hidden, weight, options)
+            ready = ready_gradient(hidden, weight, options.loss_scale)
         compare_heads(agreement, hidden, weight, labels, batch.loss_mask)
         if agreement is not None:
             needs = str((ready is not None and hidden.requires_grad, ready is not None and weight.requires_grad))
@@ -170,21 +168,12 @@ def linear_policy_loss(
                 _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), row_options, is_part=True)
                 return found.log_probs, found.entropy
 
-            gradient = make_gradient(
-                head,
-                needs_hidden=hidden.requires_grad,
-                needs_weight=weight.requires_grad,
-                main_grad=main_grad_of(weight) if ready.is_in_main_grad else None,
-                rounds_weight=main_grad_of(weight) is None,
-                scale=ready.loss_scale,
-                has_entropy_term=options.entropy_coefficient != 0,
-            )
+            gradient = gradient_for(ready, head, has_entropy_term=options.entropy_coefficient != 0)
             ready.hidden = run_with_gradient(head, items, coefficients, gradient)
             ready.weight = None if ready.is_in_main_grad else gradient.weight
         output, found = reduce(loss, head.log_probs, head.entropy, batch, options)
         if support is not None and ready is not None:
-            c, e, needs_hidden = found.log_probs, found.entropy, hidden.requires_grad
-            fill_with_pairs(ready, head, scored, rows, capacity, c, e, needs_hidden=needs_hidden)
+            fill_with_pairs(ready, head, scored, rows, capacity, found.log_probs, found.entropy)
     return output if ready is None else replace(output, loss=attach_gradient(output.loss, hidden, weight, ready))
 
 
@@ -196,17 +185,12 @@ def _on_host(loss_mask: Tensor, cu_seqlens: Tensor, batch: LossBatch) -> tuple[T
     """The bounds and the mask without padding on the CPU: without a synchronisation where the caller gave both there, else with
     one. Raises DataError for wrong bounds from the device, which `prepared` did not read."""
     if loss_mask.is_cuda or cu_seqlens.is_cuda:
-        bounds, mask = read_together(batch.cu_seqlens, batch.loss_mask)
+        # One copy, because each waits for all work that is queued on the device.
+        copied = torch.cat([batch.cu_seqlens, batch.loss_mask.to(batch.cu_seqlens.dtype)]).cpu()
+        bounds, mask = copied.split([batch.cu_seqlens.numel(), batch.loss_mask.numel()])
         check_cu_seqlens(bounds, mask.numel())
-        return bounds, mask
+        return bounds, mask.bool()
     return cu_seqlens, loss_mask.bool() & (torch.arange(loss_mask.numel()) < cu_seqlens[-1])
-
-
-def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on one device -> the same on the CPU
-    """Copies all tensors at once, because each copy waits for all work that is queued on the device."""
-    packed = torch.cat([tensor.long() for tensor in tensors]).cpu()
-    parts = packed.split([tensor.numel() for tensor in tensors])
-    return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _items(loss: PolicyLoss, options: LossOptions, rows: Tensor, bounds: Tensor, capacity: int) -> list[WorkItem]:
@@ -226,10 +210,3 @@ def _items(loss: PolicyLoss, options: LossOptions, rows: Tensor, bounds: Tensor,
 def _rows_of(item: WorkItem, device: torch.device) -> slice | Tensor:
     rows = torch.cat(item.chunks) if item.chunks else torch.zeros(0, dtype=torch.int64)
     return device_rows(rows, device) if rows.numel() else rows.to(device, non_blocking=True)
-
-
-def _ready_gradient(hidden: Tensor, weight: Tensor, options: LossOptions) -> ReadyGradient:
-    """An empty ReadyGradient. loss_scale is checked before anything is computed."""
-    adds_in_forward = options.loss_scale is not None and weight.requires_grad and main_grad_of(weight) is not None
-    loss_scale = check_loss_scale(options.loss_scale, hidden, adds_in_forward=adds_in_forward)
-    return ReadyGradient(hidden=None, weight=None, parameter=weight, is_in_main_grad=adds_in_forward, loss_scale=loss_scale)

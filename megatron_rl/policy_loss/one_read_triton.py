@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import PolicyLoss
-from megatron_rl.ops.assumed_scale import Assumption
 from megatron_rl.ops.backends import OneReadConfiguration, VocabShard, gradient_like
 from megatron_rl.ops.rows_triton import plan_one_read, run_one_read
+from megatron_rl.ops.scale import Assumption
 from megatron_rl.policy_loss.inputs import LossBatch, LossOptions, further_inputs
 from megatron_rl.policy_loss.reduce_triton import loss_arguments, reduce_triton
 
@@ -64,11 +64,11 @@ def read_once(
         alone = replace(options, kl_coefficient=0.0, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
         policy_coefficients = reduce_triton(loss, zeros, None, batch, alone)[1].log_probs
     loss_scale = made_with.factor if isinstance(made_with, Assumption) else made_with
-    scale = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.device == logits.device else None
+    scale = loss_scale.detach().float() if isinstance(loss_scale, Tensor) and loss_scale.device == logits.device else None
     arguments = loss_arguments(loss, batch, options) | {
         "POLICY_COEFFICIENTS": policy_coefficients,
         "VECTORS": tuple(vector.contiguous() for vector in further_inputs(loss, batch, torch.float32).values()) or None,
-        "LOSS_SCALE": None if scale is None else scale.detach().float(),
+        "LOSS_SCALE": scale,
         "loss_scale": 1.0 if scale is not None else float(loss_scale),
         "HAS_ENTROPY_TERM": options.entropy_coefficient != 0,
     }

@@ -16,7 +16,7 @@ from megatron_rl.declare import LossValues, PolicyLoss, bounded_exp, evaluate
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.kl import kl_estimate
-from megatron_rl.metrics.further import CorrectionValues, SupportValues, token_statistics
+from megatron_rl.metrics.further import SupportValues, token_statistics
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.policy_loss.inputs import (
     Coefficients,
@@ -175,8 +175,7 @@ def metrics_of(
         cp_rank=options.cp_group.rank(),
     )
     if batch.correction is not None:
-        correction_values = CorrectionValues(batch.correction, advantages)
-        statistics = replace(statistics, correction=token_statistics(correction_values, loss_mask=batch.loss_mask, counts=counts))
+        statistics = replace(statistics, correction=token_statistics(batch.correction, loss_mask=batch.loss_mask, counts=counts))
     if batch.sampling_support is not None:
         set_values = SupportValues(log_probs, batch.sampling_support.sizes)
         statistics = replace(statistics, support=token_statistics(set_values, loss_mask=batch.loss_mask, counts=counts))

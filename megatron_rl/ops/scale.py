@@ -1,11 +1,17 @@
-"""The factor that backward will deliver, where the caller of a loss does not know it: the last one that it delivered is assumed."""
+"""The factor that backward will deliver: declared by the caller of a loss, or assumed to be the last one that it delivered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from megatron_rl.errors import ConfigError
+
+# Relative. The factor is a product of a few float32 numbers; a wrong one differs by a count of ranks or micro-batches.
+FACTOR_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +59,27 @@ class AssumedScale:
         if self._last is None or self._last.device != device:
             self._last = torch.ones((), dtype=torch.float32, device=device)
         return Assumption(self._last.clone(), self._last)
+
+
+def check_declared_scale(loss_scale: Tensor | float) -> None:
+    """Raises ConfigError unless loss_scale is a factor that backward can deliver."""
+    is_scalar = isinstance(loss_scale, Tensor) and loss_scale.dim() == 0
+    is_number = isinstance(loss_scale, Real) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
+    if not is_scalar and not is_number:
+        raise ConfigError(
+            f"loss_scale={loss_scale!r} must be a finite number above 0 or a 0-d tensor: the factor that backward will deliver; "
+            "pass None if it is not known yet"
+        )
+
+
+def check_actual_scale(upstream: Tensor, loss_scale: Tensor | float, why: str) -> Tensor | None:
+    """None if backward delivers the declared factor, else ConfigError with `why`. On CUDA: 1, or NaN for another factor."""
+    is_equal = (upstream / loss_scale - 1.0).abs() <= FACTOR_TOLERANCE
+    if upstream.is_cuda:
+        return torch.where(is_equal, 1.0, float("nan"))
+    if not bool(is_equal):
+        raise ConfigError(
+            f"loss_scale={float(loss_scale)!r} was declared and backward delivers {float(upstream)!r}: {why}. Pass the product of "
+            "everything that multiplies .loss: the schedule's factor, 1 / num_microbatches and the optimizer's loss scale"
+        )
+    return None
