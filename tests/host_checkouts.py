@@ -152,7 +152,7 @@ class RealHost:
         return own_train_data(self.host.name, args, samples)
 
 
-def own_train_data(host: str, args: Namespace, samples: list, metadata: dict | None = None) -> dict:
+def own_train_data(host: str, args: Namespace, samples: list) -> dict:
     """Through the host's conversion, with our hooks where `args` names them, loaded by the host's own loader."""
     load = importlib.import_module(f"{host}.utils.misc").load_function
     hooks = {
@@ -161,7 +161,7 @@ def own_train_data(host: str, args: Namespace, samples: list, metadata: dict | N
     }
     if host == "miles":
         conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
-        return conversion.convert_samples_to_train_data(args, samples, metadata or {}, **hooks)
+        return conversion.convert_samples_to_train_data(args, samples, {}, **hooks)
     manager = object.__new__(importlib.import_module("slime.ray.rollout").RolloutManager)
     vars(manager).update(args=args, **hooks)
     return manager._convert_samples_to_train_data(samples)

@@ -19,8 +19,7 @@ from importlib import import_module
 import torch
 from helpers import counted_collectives, set_global_args, zigzag
 from host_checkouts import RealHost, exact_cross_entropy
-from host_steps import REWARDS, Case, Sample, host_batch, host_logits, micro_batches
-from launch_settings import RolloutSample
+from host_steps import REWARDS, Case, RolloutSample, Sample, host_batch, host_logits, micro_batches
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

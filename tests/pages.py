@@ -12,26 +12,160 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import inspect
+import io
+import os
 import re
+import shlex
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from unittest import mock
 
-import page_outputs as outputs
 import refused
 from helpers import names_forgotten
+from test_doctor import SICK_MACHINE
 
+from megatron_rl.__main__ import main as megatron_rl
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
+from megatron_rl.commands import doctor
 from megatron_rl.config import CorrectionLevel, Route, flag_fields
 from megatron_rl.declare import POLICY_LOSSES, declared_parameters, get_policy_loss, policy_loss_names
 from megatron_rl.losses.corrections import CORRECTIONS
+from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.validation import flag_of, routes_of_flags
 
 ROOT = Path(__file__).resolve().parent.parent
+FENCE = re.compile(r"^(?:<!-- (?P<comment>.*?) -->\n+)?```(?P<language>\w*)\n(?P<text>(?:(?!```).*\n)*)```$", re.MULTILINE)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+SPAN = re.compile(r"(?<!`)`(?!`)([^`]+)`(?!`)")
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+# A page whose Python blocks share one namespace: each goes on where the one before has ended. of_block runs them.
+NOTEBOOK = "docs/step_by_hand.md"
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: str
+    line: int
+    comment: str  # of the line above, "" without one
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def all_pages() -> list[str]:
+    """From the root of the repository."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def fences(page: str) -> Iterator[Fence]:
+    text = text_of(page)
+    for found in FENCE.finditer(text):
+        line = text.count("\n", 0, found.start("language")) + 1
+        yield Fence(page, line, found["comment"] or "", found["language"], found["text"])
+
+
+def prose(page: str) -> str:
+    """Without fences and comments."""
+    return COMMENT.sub("", FENCE.sub("", text_of(page)))
+
+
+def spans(page: str) -> list[str]:
+    """`code` within the prose; a line break within it is a space."""
+    return [" ".join(span.split()) for span in SPAN.findall(prose(page))]
+
+
+def links(page: str) -> list[str]:
+    """Targets of links and images."""
+    return LINK.findall(SPAN.sub("", prose(page)))
+
+
+# What commands print
+
+# Pages show ranks on a CPU, whatever machine fills them.
+CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+
+
+def printed(command: str) -> str:
+    """What `megatron-rl ...` says on both streams, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.redirect_stderr(shown):
+        megatron_rl(shlex.split(command)[1:])
+    return shown.getvalue()
+
+
+def of_block(command: str) -> str:
+    """`block N`: what the N-th Python block of the notebook prints, after those above it."""
+    return printed_by_blocks()[int(command.split()[-1]) - 1]
+
+
+@functools.cache
+def printed_by_blocks() -> list[str]:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with names_forgotten():
+        codes = [compile(fence.text, str(fence), "exec") for fence in fences(NOTEBOOK) if fence.language == "python"]
+        return [printed_by(code, namespace) for code in codes]
+
+
+def printed_by(code: CodeType, namespace: dict[str, object]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        exec(code, namespace)
+    return shown.getvalue()
+
+
+def of_the_chain(command: str) -> str:
+    """Without the table of samples before it and what is left out after it."""
+    lines = printed(command).splitlines()
+    first = next(place for place, line in enumerate(lines) if ": ranks " in line)
+    last = next(place for place, line in enumerate(lines) if line.startswith("left out"))
+    return "\n".join(["...", *lines[first:last]]).rstrip() + "\n...\n"
+
+
+def of_a_sick_machine(command: str) -> str:
+    with mock.patch.object(doctor, "collect_facts", lambda: SICK_MACHINE):
+        return printed("megatron-rl doctor")
+
+
+def of_own_loop(command: str) -> str:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    return subprocess.run(words, check=True, cwd=ROOT, env=CPU, capture_output=True, text=True).stdout
+
+
+def of_a_step_divided_by_cp(command: str) -> str:
+    from test_selftest import failing_rows
+
+    return run_ranks(failing_rows, 2, use_megatron=True)[0] + "\n"
+
+
+def of_the_examples_of_testing(command: str) -> str:
+    """What pytest says of the one failure among the tests that docs/testing.md shows."""
+    code = "\n\n".join([fence.text for fence in fences("docs/testing.md") if fence.language == "python"])
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "test_page.py").write_text(code, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "--color=no", "-p", "pytest_megatron_rl", "-p", "no:hypothesispytest", folder]
+        said = subprocess.run(command, check=False, cwd=folder, env=CPU, capture_output=True, text=True).stdout
+    if "1 failed, 2 passed" not in said:
+        raise RuntimeError(f"docs/testing.md says that one of its three tests fails: {said}")
+    lines = said.splitlines()
+    first = next(index for index, line in enumerate(lines) if "the gradient depends on the layout:" in line)
+    return "\n".join(lines[first : first + 2]) + "\n"
+
+
+# The generated parts
+
 BLOCK = re.compile(
     r"^(?:<!-- output of: (?P<described>.*?) -->\n+```\n|```console\n\$ (?P<typed>(?:.*\\\n)*.*)\n)(?P<text>(?:(?!```).*\n)*)```$",
     re.MULTILINE,
@@ -168,35 +302,24 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "tests/messages.txt": refused.messages_table,
 }
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
-LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
-EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(outputs.printed)}
+EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(printed)}
 EXPLAIN = EXPLAIN_A_STEP | {
-    "megatron-rl explain --stock": Producer(outputs.printed),
-    "megatron-rl explain --host": Producer(outputs.of_the_chain),
-}
-OF_A_HOST = {
-    "the init hook on examples/": Producer(outputs.of_the_init_hook, **OF_RANKS),
-    "the launcher on examples/": Producer(outputs.of_a_refused_launch),
+    "megatron-rl explain --stock": Producer(printed),
+    "megatron-rl explain --host": Producer(of_the_chain),
 }
 # page -> how the command of a block begins -> what makes its text.
 BLOCKS: dict[str, dict[str, Producer]] = {
-    "docs/step_by_hand.md": EXPLAIN_A_STEP | {"block": Producer(outputs.of_block)},
+    "docs/step_by_hand.md": EXPLAIN_A_STEP | {"block": Producer(of_block)},
     "docs/explain.md": EXPLAIN,
     "docs/tools.md": {
-        "megatron-rl doctor, on a machine with a broken package": Producer(outputs.of_a_sick_machine),
-        "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
+        "megatron-rl doctor, on a machine with a broken package": Producer(of_a_sick_machine),
+        "a forward step that divides by cp": Producer(of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
     },
     "docs/own_loop.md": {
-        "torchrun --nproc-per-node 4 examples/own_loop.py": Producer(outputs.of_own_loop, is_slow=True, **OF_RANKS),
-        "the loop without scale_for_schedule": Producer(outputs.of_own_loop_without_scale, is_slow=True, **OF_RANKS),
+        "torchrun --nproc-per-node 4 examples/own_loop.py": Producer(of_own_loop, is_slow=True, **OF_RANKS),
     },
-    "docs/testing.md": {"pytest on the second test of this page": Producer(outputs.of_the_examples_of_testing, is_slow=True)},
-    "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
-    "docs/hosts/verl.md": {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
-    "docs/hosts/nemo_rl.md": {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
-    "docs/hosts/megatron_lm.md": {"call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS)},
-    "docs/hosts/roll.md": {"the first step of": Producer(outputs.of_the_first_step_in_roll)},
-    "docs/hosts/skyrl.md": {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
+    "docs/testing.md": {"pytest on the second test of this page": Producer(of_the_examples_of_testing, is_slow=True)},
+    "docs/hosts/miles.md": {"megatron-rl launch-config": Producer(printed)},
 }
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from adapter_cases import put
-from host_steps import ICEPOP_OF
-from launch_settings import CUSTOM_LOSS, REDUCER, REWARD
+from host_steps import CUSTOM_LOSS, ICEPOP_OF, REDUCER, REWARD
 from nemo_rl_cases import AFTER_THE_ESTIMATOR, master_config
 from roll_cases import pipeline_config, worker_config
 from skyrl_cases import algorithm_config

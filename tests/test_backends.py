@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import random_batch, run_in_children
-from launch_settings import CUSTOM_LOSS
+from host_steps import CUSTOM_LOSS
 from packaging.requirements import Requirement
 
 import megatron_rl

@@ -86,7 +86,7 @@ def test_without_rollout_counts_a_sample_is_its_own_rollout():
 
 
 def test_settings_that_would_not_be_honoured_are_refused():
-    """test_host_rules has every rule of a launch; one of them here shows that our loss asks for all."""
+    """test_launch has every rule of a launch; one of them here shows that our loss asks for all."""
     with pytest.raises(ConfigError, match="--importance-correction mask and --use-tis tis are the"):
         one(Case(shapes=SHAPES, without=()), **TIS, importance_correction="mask")
 

@@ -1,37 +1,186 @@
-"""The state of a run in a process: one of each trainer, told once, and the check before the host's optimiser step.
+"""The init hook on real process groups and the installed Megatron, the check before the host's optimiser step, the state of a run.
 
-Neither of two trainers of one process, as an actor and a critic, sees the other's settings, verdicts, guard or lines. The check
-stops every rank or none, costs one look a step, and needs no data.
+The check stops every rank or none, costs one look a step, and needs no data. Neither of two trainers of one process, as an actor
+and a critic, sees the other's settings, verdicts, guard or lines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import math
 import re
+import sys
 import warnings
-import weakref
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import counted_collectives, error_of, pool_of, set_global_args
 from host_emulator import make_host, micro_batch, trained_samples
-from host_steps import CONSTANT, GSPO, PER_TOKEN, REDUCED_BY, SHAPES, VOCAB_SIZE, Case, micro_batches
+from host_steps import CONSTANT, CUSTOM_LOSS, GSPO, PER_TOKEN, REDUCED_BY, REDUCER, SHAPES, VOCAB_SIZE, Case, micro_batches
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import checks, model_notes
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.host_run import RUNS, torch_optimizers
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.run import Run, Runs
-from megatron_rl.hosts.training_hooks import before_train_step
+from megatron_rl.hosts.training_hooks import before_train_step, custom_megatron_init, summary
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.megatron.probe import ProbeResult
 
 pool = pool_of(4)
+
+
+# The init hook
+
+OF_CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0, **REDUCER, "global_batch_size": 128}
+TOKEN_MEAN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True, **REDUCER}
+ONCE = "rollouts (one of several samples counts once)"
+
+
+def init_on_rank(
+    rank: int, settings: dict, of_rank: dict | None = None, argv: list[str] | None = None
+) -> tuple[str, str, bool, str]:
+    """(what it printed, what it raised, whether the arguments are as before, its warnings); `of_rank` for rank 1 alone."""
+    args = Namespace(**settings, **(of_rank if rank == 1 and of_rank else {}))
+    before, sys.argv = copy.deepcopy(vars(args)), ["train.py", *(argv or [])]
+    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = error_of(lambda: custom_megatron_init(args))
+    told = [str(warning.message) for warning in caught if str(warning.message).startswith("megatron_rl")]
+    return out.getvalue(), error, vars(args) == before, "\n".join(told)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("settings", "layout", "contract"),
+    [
+        (OF_CONSTANT, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, "unit: (loss x D x M, 1)"),
+        (TOKEN_MEAN, {"context_parallel_size": 2}, "per-token: (loss x T, tokens)"),
+    ],
+    ids=["unit", "per-token"],
+)
+def test_a_sound_launch_prints_one_line_on_rank_0_and_changes_nothing(pool, settings, layout, contract):
+    """FB-74: the arguments are as before; FB-16: the installed schedule has been executed under the launch's contract."""
+    results = pool.run(init_on_rank, {**settings, **layout}, **layout)
+    assert [error for _, error, _, _ in results] == [""] * 4
+    assert all(is_unchanged for _, _, is_unchanged, _ in results)
+    printed = [out for out, _, _, _ in results]
+    assert printed[1:] == ["", "", ""]
+    (line,) = printed[0].splitlines()
+    assert line.startswith(f"megatron_rl: loss_aggregation={settings['loss_aggregation']} by our reducer | step of ")
+    assert " | weight of a token 1/" in line and re.search(r"\| host \w+ \| Megatron-Core \d+\.\d+", line)
+    sizes = {"data": 1 if "tensor_model_parallel_size" in layout else 2, **layout}
+    named = f"dp {sizes['data']} x cp 2 x tp {sizes.get('tensor_model_parallel_size', 1)} x pp 1"
+    assert line.endswith(f"| contract {contract}, ratio 1 on {named} | PASS")
+
+
+REFUSED = [
+    pytest.param({**OF_CONSTANT, "context_parallel_size": 2}, None, "-size 2 and the cp process group has 1 ranks", id="cp"),
+    ({**REDUCER}, ["--loss-aggregation", "constant"], "--loss-aggregation is on the command line and not in args"),
+    pytest.param({"loss_aggregation": "sample_mean"}, None, "has no effect", id="FB-69 nothing of ours is at work"),
+]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("settings", "argv", "says"), REFUSED)
+def test_a_launch_of_a_wrong_scale_stops_on_every_rank_before_any_data(pool, settings, argv, says):
+    """slime drops our flags without a word."""
+    for out, error, is_unchanged, _ in pool.run(init_on_rank, settings, None, argv, world_size=2):
+        assert error.startswith("ConfigError") and re.search(says, error), error
+        assert out == "" and is_unchanged
+
+
+@pytest.mark.megatron
+def test_a_problem_of_one_rank_stops_the_others_too(pool):
+    """A node with a broken installation: its peers would wait in the probe until their timeout."""
+    broken = {"samples_per_prompt": 4, "n_samples_per_prompt": 8}
+    results = pool.run(init_on_rank, OF_CONSTANT, broken, world_size=2)
+    assert results[0][1].startswith("ConfigError: another rank refused this launch")
+    assert "--samples-per-prompt 4 and --n-samples-per-prompt 8 are the same thing" in results[1][1]
+
+
+def test_every_problem_of_a_launch_is_in_one_error():
+    """FB-74: settings, launch and groups, in a process where nothing is initialised."""
+    settings = {"loss_aggregation": "constant", **REDUCER, "context_parallel_size": 4, "qkv_format": "bshd"}
+    problems = pytest.raises(ConfigError, custom_megatron_init, Namespace(**settings)).value.problems
+    found = ("needs --loss-aggregation-divisor", "--qkv-format bshd", "cp process group has 1 ranks")
+    assert [part in problem for problem, part in zip(problems, found, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"policy_loss_backend": "triton"}, "no triton on this device"),
+        ({"num_experts": 4, "expert_tensor_parallel_size": 2}, "Megatron-Core .* adds the gradients of different shards"),
+    ],
+)
+def test_an_actor_judges_its_kernels_and_the_release_that_trains_its_experts(settings, says, monkeypatch):
+    def check_backend(backend: str, device: torch.device) -> None:
+        if backend != "auto":
+            raise ConfigError(f"no {backend} on this device")
+
+    monkeypatch.setattr(model_notes, "check_backend", check_backend)
+    monkeypatch.setattr(model_notes, "expert_replicas_drift", lambda: True)
+    monkeypatch.setattr(checks, "group_problems", lambda args: [])
+    args = Namespace(loss_aggregation="sample_mean", **CUSTOM_LOSS, **settings)
+    check_launch(args)
+    (problem,) = pytest.raises(ConfigError, partial(check_launch, in_actor=True), args).value.problems
+    assert re.search(says, problem), problem
+
+
+@pytest.mark.parametrize("value", ["true", "0"])
+def test_a_sampler_that_scores_the_whole_vocabulary_is_refused_where_kept_ids_are_replayed(value, monkeypatch):
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
+    args = Namespace(**OUR_LOSS, **REPLAY)
+    if value == "true":
+        with pytest.raises(ConfigError, match=f"SGLANG_RETURN_ORIGINAL_LOGPROB={value} with --sampling-support replay: .*unset it"):
+            check_launch(args, in_actor=True)
+    else:
+        check_launch(args, in_actor=True)
+
+
+# The line of a sound launch. What it says of weights is that of `explain`, in tests/test_explain.py.
+
+OF_REDUCER = {"loss_aggregation": "sample_mean", **REDUCER}
+OUR_LOSS = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "kl_loss_type": "k3"}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.01}
+REPLAY = {"rollout_batch_size": 8, "rollout_top_p": 0.9, "sampling_support": "replay"}
+OF_GSPO = {**OUR_LOSS, **KL, "advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4, "rollout_temperature": 0.7}
+OFF_POLICY = {"use_tis": True, "use_opsm": True, "opsm_delta": 0.01, "use_unbiased_kl": True}
+# The launch, and parts of its line.
+LINES = [
+    (OF_REDUCER, ["| step of as many samples as come | weight of a token 1/(N m_i) |", "weights against sample_mean x 1 |"]),
+    ({**OUR_LOSS, "global_batch_size": 128}, ["weight of a token 1/(N M_roll) = 1/(128 M_roll) |"]),
+    # 1 / (8192 x 128) = 1 / 1048576 = 9.5367e-07. 128 samples in groups of 8 are 16 prompts.
+    (
+        {**OF_CONSTANT, "n_samples_per_prompt": 8},
+        [f"| step of 128 {ONCE}, 16 prompts |", "token 1/(L N) = 1/(8192 N) = 1/(8192 x 128) = 9.537e-07 |"],
+    ),
+    ({**OF_CONSTANT, "use_dynamic_global_batch_size": True}, ["| step of as many samples", "1/(L N) = 1/(8192 N) |"]),
+    # KL and entropy where they are trained: with the reducer they are the host's own, of the host's coefficients.
+    ({**OF_CONSTANT, "kl_loss_type": "k3", "kl_loss_coef": 0.01}, ["clipping does not | host slime"]),  # --use-kl-loss is off
+    ({**OF_CONSTANT, "kl_loss_type": "k3", **KL, "entropy_coef": 0.1}, ["; KL and entropy x 8192/m beside it | host slime"]),
+    # What our loss was told: nothing else says which of the host's flags have arrived.
+    (OF_GSPO, [" by custom_loss | gspo, clip 0.0003/0.0004, KL 0.01, entropy 0, temperature 0.7 applied | step of "]),
+    ({**OF_GSPO, **OFF_POLICY}, ["KL 0.01 (unbiased), entropy 0, tis by token in [0, 2], samples beyond 0.01 dropped, temp"]),
+    ({**OUR_LOSS, **REPLAY, **KL}, ["| log-probabilities over the kept ids of rollout_top_p_token_ids, KL over the same |"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "parts"), LINES, ids=range(len(LINES)))
+def test_the_line_tells_what_is_trained(settings, parts):
+    line = summary(check_launch(Namespace(**settings)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    assert [part for part in parts if part not in line] == []
 
 
 # The guard
@@ -138,10 +287,6 @@ MODELS = {
         *({}, {"calculate_per_token_loss": True}),
         ["is False in the arguments and True in the model's config.*add it, or set --context-parallel-size 1"],
     ),
-    "FB-15 per token in the arguments": (
-        *({"calculate_per_token_loss": True}, {"calculate_per_token_loss": False}),
-        ["is True in the arguments and False in the model's config.*remove --calculate-per-token-loss"],
-    ),
     "losses of the model that the contract would rescale": (
         {"calculate_per_token_loss": True, "enable_mtp_training": True, "context_parallel_size": 2},
         {"num_moe_experts": 8, "moe_aux_loss_coeff": 0.001, "mtp_num_layers": 1},
@@ -166,20 +311,6 @@ def test_a_model_that_is_not_what_the_arguments_say_is_refused(args, config, say
         Trainer(**args).begin(model=chunks)
     for problem, pattern in zip(caught.value.problems, says, strict=True):
         assert re.search(pattern, problem)
-
-
-def test_recording_keeps_no_graph_and_does_not_look():
-    """On CUDA a look is a synchronisation a micro-batch."""
-
-    class Unreadable(torch.Tensor):
-        def __bool__(self):
-            raise AssertionError("looked")
-
-        __int__ = __float__ = item = tolist = __bool__
-
-    guard = Trainer().guard
-    guard.record_nonfinite(torch.ones(2, dtype=torch.int32).as_subclass(Unreadable))
-    guard.record_nonfinite(torch.ones((), dtype=torch.int32).as_subclass(Unreadable))
 
 
 def steps_on_rank(rank: int, bad_rank: int) -> tuple[list[str], float, list[int]]:
@@ -285,15 +416,6 @@ def test_equal_owners_have_a_run_each_which_goes_with_them(owner):
         runs.of(actor).told.add("a line")
 
 
-def test_a_line_comes_once_a_run_and_is_made_only_then(capfd):
-    runs, owners, made = Runs(Run), [Namespace(), Namespace()], []
-    for owner in owners * 2:
-        runs.of(owner).tell("title", lambda: made.append(1) or "of a step")
-        runs.of(owner).warn("careful")
-    assert len(made) == 2
-    assert capfd.readouterr().err.splitlines() == ["megatron_rl: of a step", "megatron_rl: careful"] * 2
-
-
 def told_on_rank(rank: int) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
@@ -370,20 +492,3 @@ def test_trainers_that_take_turns_train_as_alone(other):
     errors = [[entry for entry in record if isinstance(entry, str)] for record in alone]
     assert [bool(error) for error in errors[0]] == [False, True, False] and "rollout 7, step 1" in errors[0][1]
     assert [bool(error) for error in errors[1]] == [number == 2 and other.startswith("tokens") for number in range(3)]
-
-
-def test_a_trainer_that_is_forgotten_is_freed():
-    """Its verdict, its guard with the optimiser, and its arguments: nothing of it is held by the module."""
-    args = Namespace(loss_aggregation="constant", loss_aggregation_divisor=4.0, calculate_per_token_loss=False)
-    model, parameter = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
-    model.config = SimpleNamespace(calculate_per_token_loss=False)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    set_global_args(args)
-    before_train_step(args, 7, 0, [model], optimizer, None)
-    get_pg_loss_reducer([5], [3], [torch.tensor([1, 0, 1])])(torch.ones(3))
-    seen = [weakref.ref(one) for one in (args, RUNS.of(args), optimizer)]
-    assert len([*RUNS]) == 1
-    set_global_args(Namespace())
-    del args, optimizer
-    gc.collect()
-    assert [one() for one in seen] == [None] * 3 and len([*RUNS]) == 0

@@ -373,7 +373,7 @@ def test_masks_of_each_kind_are_read_alike_and_left_alone(masks):
     assert reducer(x).item() == reducer(x).item() == 3.0 and mask.tolist() == [1, 0, 1]
 
 
-# test_host_rules has the rules of a launch; these show that the reducer asks for them.
+# test_launch has the rules of a launch; these show that the reducer asks for them.
 NO_REDUCER = {
     "dropped flag": ({}, RESPONSES, "loss_aggregation is missing from args.*megatron_rl.hosts.launch"),
     "FB-09 a phantom token": (

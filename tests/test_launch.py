@@ -1,26 +1,41 @@
-"""The launcher: a host's train script with our flags, on stand-ins of the hosts' parsers.
+"""A launch in miles or slime: the launcher on stand-ins of the hosts' parsers, `megatron-rl launch-config`, and the rules.
 
-`megatron-rl launch-config`: a file that both hosts read as it was meant, the lines it needs, and what it refuses to write.
+tests/refused_hosts.py has the launches that the rules refuse, and launches that all of them allow.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-import os
 import re
-import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from forked import forked
+from host_emulator import load_function
+from host_steps import ICEPOP_OF
+from host_steps import REDUCER as OF_REDUCER
+from refused_hosts import (
+    ALLOWED_LAUNCHES,
+    ALLOWED_SAMPLERS,
+    CUSTOM_TIS,
+    KL,
+    MILES,
+    OUR_LOSS,
+    PROMPT_MEAN,
+    REFUSED_LAUNCHES,
+    judge_launch,
+    sampler,
+)
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands.launch_config import yaml_text
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import launch
+from megatron_rl.hosts.checks import CHECKS, check_launch, dropped_flags
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
 
-ROOT = Path(__file__).resolve().parent.parent
 REDUCER = ["--custom-pg-loss-reducer-function-path", "megatron_rl.reducers.get_pg_loss_reducer"]
 DR_GRPO = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8192"]
 INIT = ["--custom-megatron-init-path", "megatron_rl.hooks.custom_megatron_init"]
@@ -108,15 +123,6 @@ LAUNCHES = {
         *({"name": "slime"}, ["train.py", *DR_GRPO, *REDUCER], 0, AS_ITSELF.replace('", .*', '".*')),
         "megatron_rl: no training actor is checked, .*: add --custom-megatron-init-path",
     ),
-    "help without a script": ({"name": "slime"}, ["--help"], 0, "SCRIPT ....*--loss-aggregation-divisor", "^$"),
-    "nothing": (
-        {"name": "slime"},
-        [],
-        2,
-        "^$",
-        "nothing is no train script in .*: write python -m megatron_rl.hosts.launch train.py",
-    ),
-    "a flag": ({"name": "slime"}, DR_GRPO, 2, "^$", "--loss-aggregation is no train script in "),
     "a script whose flags would have reached nobody": (
         *({"name": "slime", "script": "import slime\nprint('trained')"}, ["train.py", *DR_GRPO], 2, "^trained\n$"),
         "has not called miles.utils.arguments.parse_args nor slime.utils.arguments.parse_args",
@@ -144,23 +150,6 @@ def test_errors_of_the_script_are_its_own(host):
         launch.main(["train.py"])
 
 
-def test_the_module_runs_from_a_checkout_of_the_host(host, tmp_path):
-    """The command as it is typed, from another folder than the script's."""
-    script = host("miles")
-
-    def typed() -> None:
-        os.chdir(ROOT)
-        sys.argv = ["", str(script), *DR_GRPO, *REDUCER]
-        # Where the package is installed, pytest rewrites its modules, and runpy cannot run what is rewritten.
-        del sys.modules["megatron_rl.hosts.launch"]
-        sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "AssertionRewritingHook"]
-        runpy.run_module("megatron_rl.hosts.launch", run_name="__main__", alter_sys=True)
-
-    code, out, error = forked(typed)
-    assert code == 0, error
-    assert json.loads(out)[3] == ["constant", 8192.0, "grpo"]
-
-
 # MEGATRON_RL_CHECK: the host's own parser and our check, and no run
 
 
@@ -186,22 +175,17 @@ def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_pat
 # launch-config: docs/hosts/miles.md shows what it prints
 
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
-CUSTOM_LOSS = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
-GUARD = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
-BY_REDUCER = " ".join(REDUCER)
-BY_OUR_LOSS = [CUSTOM_LOSS, GUARD]
+BY_OUR_LOSS = [
+    "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss",
+    "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step",
+]
 # What is asked for, and the lines that it needs beside the file and the init hook.
 LINES = {
-    "": [BY_REDUCER],
-    "--loss-aggregation constant --loss-aggregation-divisor 8192": [BY_REDUCER],
-    "--loss-aggregation prompt_mean": [BY_REDUCER, REWARD],
-    "--loss-aggregation token_mean": [BY_REDUCER, REWARD],
-    "--loss-aggregation token_mean --calculate-per-token-loss": [BY_REDUCER, "--calculate-per-token-loss"],
-    "--loss-aggregation prompt_mean --route custom_loss": [*BY_OUR_LOSS, REWARD],
+    "": [" ".join(REDUCER)],
+    "--loss-aggregation prompt_mean": [" ".join(REDUCER), REWARD],
+    "--loss-aggregation token_mean --calculate-per-token-loss": [" ".join(REDUCER), "--calculate-per-token-loss"],
     # The host's flags always have a clip.
-    "--policy-loss gspo --route custom_loss": [*BY_OUR_LOSS, "--eps-clip 0.0003 --eps-clip-high 0.0004"],
     "--policy-loss gspo --clip-ratio-low 1e-3 --route custom_loss": [*BY_OUR_LOSS, "--eps-clip 0.001 --eps-clip-high 0.0004"],
-    "--policy-loss reinforce --route custom_loss": BY_OUR_LOSS,
 }
 
 
@@ -213,20 +197,10 @@ def test_the_lines_are_those_that_the_setting_needs(asked, capsys):
     assert [line.strip().removesuffix(" \\") for line in said.splitlines()] == [*always, *LINES[asked]]
 
 
-# What is asked for, the exit code, what standard error says.
-SAID = {
-    "--loss-aggregation constant": (2, "needs --loss-aggregation-divisor"),
-    "--policy-loss gspo": (2, "works on custom_loss, megatron_lm, train"),
-    "--policy-loss gspo --route custom_loss --clip-ratio-low 0.2": (0, "will hardly ever clip"),
-}
-
-
-@pytest.mark.parametrize("asked", SAID)
-def test_what_validation_says_goes_to_standard_error_and_a_refused_setting_is_not_printed(asked, capsys):
-    code, message = SAID[asked]
-    assert main(["launch-config", *asked.split()]) == code
+def test_a_refused_setting_is_not_printed(capsys):
+    assert main(["launch-config", "--loss-aggregation", "constant"]) == 2
     out, error = capsys.readouterr()
-    assert message in error and message not in out and bool(out) == (code == 0)
+    assert out == "" and "needs --loss-aggregation-divisor" in error
 
 
 SETTINGS = {
@@ -248,3 +222,99 @@ def test_a_parser_of_yaml_reads_back_each_value_with_its_type():
     read = yaml.safe_load(yaml_text(SETTINGS))
     assert read == SETTINGS
     assert {name: type(value) for name, value in read.items()} == {name: type(value) for name, value in SETTINGS.items()}
+
+
+# The rules
+
+
+@pytest.mark.parametrize(("name", "settings"), [(name, one) for name, rows in REFUSED_LAUNCHES.items() for one in rows], ids=str)
+def test_the_rule_refuses_the_launch(name, settings):
+    """FB-08, FB-11, FB-26, FB-39, FB-69, FB-114: a launch of a wrong scale, or with a dead half, never starts. What is said is in
+    tests/messages.txt."""
+    (message,) = judge_launch(name, settings)
+    with pytest.raises(ConfigError) as caught:
+        check_launch(Namespace(**settings))
+    assert message in caught.value.problems
+
+
+@pytest.mark.parametrize("settings", ALLOWED_LAUNCHES, ids=range(len(ALLOWED_LAUNCHES)))
+def test_a_sound_launch_is_allowed(settings):
+    check_launch(Namespace(**settings))
+
+
+@pytest.mark.parametrize("settings", ALLOWED_SAMPLERS.values(), ids=ALLOWED_SAMPLERS)
+def test_a_sampler_whose_scores_are_those_of_the_trainer_is_allowed(settings):
+    sampler(**settings)
+
+
+def test_each_check_has_a_row_that_it_refuses():
+    """tests/test_hooks.py has those of a training actor."""
+    assert sorted(one.__name__ for one in CHECKS) == sorted(REFUSED_LAUNCHES)
+
+
+def test_four_faults_give_one_error_with_four_remedies_and_change_nothing():
+    """FB-74: one error a launch, not one a restart."""
+    settings = {**PROMPT_MEAN, **OF_REDUCER, **CUSTOM_TIS, "samples_per_prompt": 8, "n_samples_per_prompt": 4}
+    args = Namespace(**settings, train_backend="fsdp")
+    problems = pytest.raises(ConfigError, check_launch, args).value.problems
+    assert len(problems) == len(set(problems)) == 4
+    assert vars(args) == copy.deepcopy({**settings, "train_backend": "fsdp"})
+
+
+def test_flags_that_the_launcher_dropped_are_found_on_the_command_line():
+    """slime drops unknown flags and trains its default."""
+    words = ["--loss-aggregation=constant", "--loss-aggregation-divisor", "1", "--lr", "1"]
+    problems = list(dropped_flags(Namespace(lr=1), words))
+    assert [problem.split()[0] for problem in problems] == ["--loss-aggregation", "--loss-aggregation-divisor"]
+    assert all("; start with python -m megatron_rl.hosts.launch" in problem for problem in problems)
+    assert list(dropped_flags(Namespace(loss_aggregation="constant", loss_aggregation_divisor=1.0), words)) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("--loss_aggregation", "--loss-aggregation"), ("--loss-agregation=8", "--loss-aggregation"), ("--entropy-coef", None)],
+)
+def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, meant):
+    """slime drops --loss_aggregation constant, under our launcher too, and trains sample_mean; its own are no slips."""
+    problems = list(dropped_flags(Namespace(lr=1), ["train.py", word, "constant"]))
+    assert problems == ([f"{word.partition('=')[0]} has no effect: did you mean {meant}?"] if meant else [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"use_tis": True}, {"importance_correction": "tis", "importance_correction_low": 0.0, "importance_correction_high": 2.0}),
+        ({"use_tis": True, "importance_correction_high": "3"}, {"importance_correction_high": 3.0}),
+        (
+            {
+                **MILES,
+                "use_tis": True,
+                "custom_tis_function_path": ICEPOP_OF["miles"].replace(".icepop", ":icepop"),
+                "tis_clip": 5.0,
+            },
+            {"importance_correction": "icepop", "importance_correction_low": 0.0, "importance_correction_high": 5.0},
+        ),
+        ({"use_opsm": True, "off_policy_sequence_delta": 0.1}, {"off_policy_sequence_delta": 0.1}),
+        ({**KL, "kl_estimator": "k3+"}, {"kl_estimator": "k3+"}),
+        ({**KL, "kl_loss_coef": 0.0, "kl_loss_type": "k2"}, {"kl_estimator": "k3"}),
+        ({"advantage_estimator": "cispo", "eps_clip": 10.0}, {"policy_loss": "cispo", "clip_ratio_low": 1.0}),
+    ],
+    ids=str,
+)
+def test_a_flag_of_the_host_gives_the_setting_that_is_unset(settings, expected):
+    defaults = {"eps_clip": 0.2, "tis_clip": 2.0, "tis_clip_low": 0, "opsm_delta": 1e-4, "kl_loss_type": "k1"}
+    config = check_launch(Namespace(**{**OUR_LOSS, **defaults, **settings})).config
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["own_reinforce", "own_losses.reinforce"])
+def test_the_clip_of_a_host_does_not_reach_a_loss_without_one(name, own_losses):
+    config = check_launch(Namespace(**OUR_LOSS, policy_loss=name, eps_clip=0.2)).config
+    assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
+
+
+def test_a_path_with_a_colon_leads_to_our_function():
+    """The hosts' documentation shows it, and their loaders split on the last dot."""
+    assert load_function("megatron_rl.reducers:get_pg_loss_reducer") is get_pg_loss_reducer
+    with pytest.raises(AttributeError, match="absent"):
+        load_function("megatron_rl.reducers:absent")

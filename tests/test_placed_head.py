@@ -16,8 +16,7 @@ import pytest
 import torch
 from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model, host_of
 from helpers import error_of, pool_of, set_global_args
-from host_steps import Case, host_batch, one
-from launch_settings import CUSTOM_LOSS, REDUCER
+from host_steps import CUSTOM_LOSS, REDUCER, Case, host_batch, one
 from test_fused_head_models import subclassed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from host_checkouts import load_checkout, own_train_data, roots_by_environment, silent_logging
-from launch_settings import REDUCER, REWARD, RolloutSample, launch
+from host_steps import REDUCER, REWARD, RolloutSample, launch
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
@@ -144,13 +144,11 @@ REFUSED = {
         "two values",
         replace(S, options={"samples_per_prompt": "2"}),
     ),
-    "no batch size": (replace(S, options={"global_batch_size": None}), "neither --global-batch-size", S),
     "a split by samples": (replace(S, options=SPLIT | TWO_STEPS), "-data-by-dp: miles then splits", replace(S, options=SPLIT)),
     "images": (
         *(Rollouts(IMAGES, options=TWO_STEPS), "samples with multimodal_train_inputs: miles then splits samples"),
         Rollouts(IMAGES, "slime", options=TWO_STEPS),
     ),
-    "images of one step": (Rollouts(IMAGES, options=TWO_STEPS), "multimodal_train_inputs", Rollouts(IMAGES)),
     "FB-11 a dynamic step of segments": (
         *(Rollouts(groups(1, 1, 1, 2, 2, **FIVE), options=DYNAMIC), "-dynamic-global-batch-size with 5 samples of 4 rollouts"),
         replace(S, options=DYNAMIC),
@@ -169,12 +167,7 @@ REFUSED = {
     # Samples that cannot be weighted.
     "FB-17 no prompt": (Rollouts(groups(1, None, 2, 2)), r"1 of 4 .* no group_index \(the first is sample 1\)", S),
     "FB-17 no prompts, which a normalisation needs": (Rollouts(groups(*[None] * 4), mode="constant"), "4 of 4 samples have no", S),
-    "FB-17 a part of the prompts": (
-        *(Rollouts(groups(1, None, None, 2), mode="constant", options={"rewards_normalization": False}), "2 of 4 samples have no"),
-        S,
-    ),
     "FB-17 part of a group": (Rollouts(groups(1, 2, 2, 3)), "prompt 1 has 1 of samples_per_prompt=2", Rollouts(groups(1, 2, 2, 1))),
-    "too many": (Rollouts(groups(1, 1, 1, 2)), "prompt 1 has 3 samples", S),
     "FB-07 too few rollouts": (Rollouts(groups(1, 1, 2)), "3 rollouts do not fill one step", S),
     "FB-11 a rollout of two prompts": (
         *(Rollouts(groups(1, 1, 2, 2, rollout_id=[1, 2, 1, 2])), r"rollout 1 has samples of the prompt groups \['1', '2'\]"),
@@ -189,11 +182,8 @@ REFUSED = {
         *(Rollouts(step_s(index=[100, 101, 102, None])), "sample 3 has neither rollout_id nor index"),
         Rollouts(step_s(index=[100, 101, 102, None]), "slime"),
     ),
-    "a mask of another length": (Rollouts([RolloutSample(1, 0, 2, loss_mask=[1])]), "mask of 1 for a response_length of 2", S),
     "nothing to learn from": (Rollouts(make_samples([0] * 4, [1, 1, 2, 2])), "not a single unmasked token", S),
     "FB-18 NaN": (Rollouts(step_s(reward=[1, math.nan, 0, 0])), "reward nan", Rollouts(step_s(reward=[1, 0, True, 2]))),
-    "no reward": (Rollouts(step_s(reward=[1.0, 1.0, None, 1.0])), "sample 2 has the reward None", S),
-    "a dictionary of rewards": (Rollouts(step_s(reward=[{"a": 1.0}] * 4)), "give --reward-key", S),
 }
 
 
@@ -212,7 +202,6 @@ SCHEDULE |= REWARD | dict(disable_rollout_trim_samples=False, n_samples_per_prom
 # The segments of each rollout, by prompt.
 EQUAL = {3: [1, 1, 1], 4: [1, 1, 1], 8: [1, 1, 1], 9: [1, 1, 1]}
 SEGMENTS = {3: [1, 2, 1], 4: [1, 1, 3], 8: [2, 1, 1], 9: [1, 1, 1]}
-RAGGED = {3: [1, 2, 1], 4: [1], 8: [2, 1], 9: [1, 1, 1]}
 
 
 @pytest.fixture(scope="module", params=ROLLOUT_HOST_NAMES)
@@ -250,18 +239,18 @@ def real_samples(host: str, groups: dict[int, list[int]]) -> list:
     return samples
 
 
-def token_weights(host: str, mode: str, samples: list, metadata: dict, **options) -> tuple[list, list]:
+def token_weights(host: str, mode: str, samples: list, **options) -> tuple[list, list]:
     """What a token of each sample weighs in its step, by the host's schedule and its 1/N, 1/M_roll, and by the oracle."""
     for sample in samples:
         sample.reward = 1.0  # the processed reward is then the weight
     args = launch(host, MODES[mode], **SCHEDULE | options | {"rewards_normalization": False})
-    data = own_train_data(host, args, samples, metadata)
+    data = own_train_data(host, args, samples)
     schedule = importlib.import_module(f"{host}.utils.dp_schedule").build_dp_schedule
     (partition,), (micro_batches,), num_micro_batches, num_rollouts = schedule(
         args,
         dict(dp_size=1, cp_size=1, vpp_size=1, microbatch_group_size_per_vp_stage=1),
         [len(tokens) for tokens in data["tokens"]],
-        global_batch_size=data.get("dynamic_global_batch_size", args.global_batch_size),
+        global_batch_size=args.global_batch_size,
         rollout_indices=data["rollout_ids"],
     )
     found, expected, batches = [], [], iter(micro_batches)
@@ -277,9 +266,7 @@ def token_weights(host: str, mode: str, samples: list, metadata: dict, **options
 
 def weights_of_steps(host: str, mode: str, groups: dict, steps: int) -> tuple[list, list]:
     options = {"global_batch_size": sum(map(len, groups.values())) // steps}
-    if groups == RAGGED:
-        options |= {"samples_per_prompt": 3, "allow_partial_prompt_groups": True, "rollout_batch_size": 3}
-    return token_weights(host, mode, real_samples(host, groups), {}, **options)
+    return token_weights(host, mode, real_samples(host, groups), **options)
 
 
 @pytest.mark.host
@@ -288,7 +275,6 @@ def weights_of_steps(host: str, mode: str, groups: dict, steps: int) -> tuple[li
     [
         pytest.param("prompt_mean", EQUAL, 1, id="prompt_mean"),
         pytest.param("prompt_mean", SEGMENTS, 2, id="FB-11 prompt_mean, segments, two steps"),
-        pytest.param("prompt_mean", RAGGED, 1, id="FB-17 prompt_mean, ragged groups"),
         pytest.param("token_mean", SEGMENTS, 1, id="FB-09 token_mean, segments"),
         pytest.param("constant", SEGMENTS, 2, id="constant, segments, two steps"),
     ],
@@ -315,19 +301,3 @@ def test_normalised_rewards_are_the_hosts_own(checkout, by_deviation):
     """constant with a divisor of 1 and our reducer makes the weight m_i."""
     found, expected = checkout(weighted_and_own_rewards, by_deviation)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def trimmed(host: str) -> tuple[list, list]:
-    options = {"global_batch_size": 99, "use_dynamic_global_batch_size": True}
-    post = importlib.import_module("miles.ray.rollout.rollout_data_conversion").postprocess_rollout_data
-    samples = real_samples(host, {3: [1, 1, 1], 4: [1, 1, 1], 5: [1]})
-    kept, metadata = post(launch(host, "", **SCHEDULE | options), samples, {"dp_size": 2})
-    return token_weights(host, "token_mean", kept, metadata, **options)
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("checkout", ["miles"], indirect=True)
-def test_a_dynamic_global_batch_of_miles_is_what_the_hook_takes_it_for(checkout):
-    """FB-07: miles trims to a multiple of dp, calls the hook, and makes one step whose N is the number of samples left."""
-    found, expected = checkout(trimmed)
-    assert len(found) == 6 and found == pytest.approx(expected, rel=1e-6)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from markdown_pages import fences
+from pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files.json_values import parse_json

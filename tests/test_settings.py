@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import pytest
 from helpers import error_of, pool_of
+from host_steps import REDUCER
 from hypothesis import given
 from hypothesis import strategies as st
-from launch_settings import REDUCER
 from loss_backends import HAS_TRITON, counted_launches
 from test_forward_step import SeenShapes
 from test_fused_head import most_rows
