@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import re
 import resource
 import shutil
 import signal
@@ -58,9 +57,10 @@ SHARDED = {"experts": EXPERTS, "use_distributed_optimizer": True}
 KINDS = {
     # Another layout rounds its 16 bits in other places.
     "dense, float32 weights beside the model's": Kind(layout={cases.TP: 2}, settings={"bf16": True, "sequence_parallel": True}),
-    "dense": Kind(layout={cases.TP: 2}, other={cases.PP: 2}),
     "dense, distributed optimiser, a schedule": Kind(
-        settings={"use_distributed_optimizer": True, "lr_decay_style": "linear", "lr_decay_iters": 9}, other={cases.CP: 2}
+        settings={"use_distributed_optimizer": True, "lr_decay_style": "linear", "lr_decay_iters": 9},
+        options={"save_rollouts": "samples.jsonl"},
+        other={cases.CP: 2},
     ),
     "experts, router replay": Kind(
         layout={EP: 2},
@@ -69,7 +69,6 @@ KINDS = {
         other={cases.TP: 2, EP: 2, ETP: 1},
         other_settings={"sequence_parallel": True},
     ),
-    "kept ids of top-p, recorded": Kind(options={"top_p": 0.8, "save_rollouts": "samples.jsonl"}, other={cases.TP: 2}),
     # Which documents share a step depends on the data-parallel ranks, and no other layout of two ranks has two.
     "steps of documents": Kind(
         config={"docs_per_step": 8}, options={"rollouts": "rollouts.jsonl", "num_rollouts": None, "micro_batch_size": 2}
@@ -190,8 +189,6 @@ OTHER_MODELS = [
     pytest.param({"num_layers": 4, "hidden_size": 64}, "--num-layers 2, this run has 4", id="two differences, told at once"),
     pytest.param({"num_attention_heads": 2}, "--num-attention-heads 4, this run has 2", id="other heads, of the same shapes"),
     pytest.param({"vocab_size": 12}, "--vocab-size 11, this run has 12", id="a vocabulary of the same padded size"),
-    pytest.param({"bf16": True}, "--bf16 False, this run has True", id="another precision"),
-    pytest.param({"use_distributed_optimizer": True}, "--use-distributed-optimizer False, this run has True", id="optimiser"),
 ]
 
 
@@ -228,52 +225,27 @@ def test_a_save_that_is_killed_half_way_leaves_the_checkpoint_before_it(pool, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000002"]
 
 
-def save_on_a_small_disk(rank, directory, full_rank, limit):
-    """(what the second save raised, of which kind): files of the full rank end at the limit, as on a full disk."""
+def save_on_a_small_disk(rank, directory):
+    """What the second save raises: files of the second rank end at a limit, while tensors are written, as on a full disk."""
     trainer = cases.tiny_trainer()
     trainer.step([cases.ragged_step()])
     trainer.save(directory, 1, {})
-    if rank == full_rank:
+    if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:
         return error_of(lambda: trainer.save(directory, 2, {}))
     finally:
-        if rank == full_rank:
+        if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
 
 
-SMALL_DISKS = [
-    pytest.param(1, 0, 100, id="one rank, while common values are written"),
-    pytest.param(2, 1, 20_000, id="the second of two ranks, while tensors are written"),
-]
-
-
-@pytest.mark.parametrize(("world_size", "full_rank", "limit"), SMALL_DISKS)
-def test_a_full_disk_is_told_in_one_line_on_all_ranks(pool, tmp_path, world_size, full_rank, limit):
+def test_a_full_disk_is_told_in_one_line_on_all_ranks(pool, tmp_path):
     """Catches a traceback of every rank, a rank that waits for one that has ended, and a message that does not say what is left."""
-    messages = pool.run(save_on_a_small_disk, tmp_path, full_rank, limit, world_size=world_size, **{cases.TP: world_size})
-    for message in messages:
+    for message in pool.run(save_on_a_small_disk, tmp_path, world_size=2, **{cases.TP: 2}):
         assert message.startswith(f"RunError: checkpoint {tmp_path}/step_00000002 cannot be written: ") and "\n" not in message
         assert message.endswith(f"; {tmp_path}/step_00000001 is whole, and --resume goes on from it")
-    # Megatron-Core 0.19 says only that a worker has failed.
-    assert any(words in messages[0] for words in ("File too large", "OSError", "Worker failure")) or limit == 100
     assert checkpoints.latest_checkpoint(tmp_path).name == "step_00000001"
-
-
-def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, monkeypatch):
-    """Catches an old checkpoint that is deleted file by file while `latest` names it: a kill in between would leave no other."""
-    old, new = tmp_path / "step_00000003", tmp_path / "step_00000003.partial"
-    for path, text in ((old, "old"), (new, "new")):
-        path.mkdir()
-        (path / "file").write_text(text)
-
-    def rmtree(path, ignore_errors=False):
-        assert Path(path) != old and (not old.exists() or (old / "file").read_text() in ("old", "new"))
-
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", rmtree)
-    checkpoints._replace_directory(old, new)
-    assert (old / "file").read_text() == "new" and not new.exists()
 
 
 class Command:
@@ -363,26 +335,7 @@ def test_a_damaged_file_is_refused(pool, saved, tmp_path):
             assert name in message or damage != "flipped" or name == CHECKSUMS, message
 
 
-def failing_load_on_rank(rank, checkpoint):
-    """The ranks run out of memory while torch copies tensors into the model."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has a total capacity of ...")
-    with mock.patch.object(FileSystemReader, "read_data", side_effect=full):
-        return error_of(lambda: cases.tiny_trainer().load(checkpoint))
-
-
-def test_what_fails_while_loading_is_named_and_is_no_damage(pool, saved):
-    """Catches "files are missing or damaged" for a GPU that is full: the reader would look for a fault where none is."""
-    for message in pool.run(failing_load_on_rank, saved / "step_00000001", world_size=2, **{cases.TP: 2}):
-        assert re.search(r"cannot be loaded: rank \d: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.;", message)
-        assert "damaged" not in message and "Traceback" not in message
-
-
-NO_NAMES = [b"", b"..", b"/etc", b"step_00000001\nstep_00000002", b"\xff\xfe", b"\x1b[31mX"]
-
-
-@pytest.mark.parametrize("content", [*NO_NAMES, b"step_00000007\n", b"a" * 5000], ids=lambda content: ascii(content[:20]))
+@pytest.mark.parametrize("content", [b"..", b"step_00000007\n", b"\xff\xfe", b"\x1b[31mX", b"a" * 5000], ids=range(5))
 def test_latest_never_leaves_its_folder(tmp_path, content):
     """A damaged or forged pointer, or one to a checkpoint that was not copied, is refused by name; what it holds reaches the
     terminal as escapes alone."""
