@@ -5,21 +5,18 @@ VERL_ROOT=... SKYRL_ROOT=... NEMO_RL_ROOT=... ROLL_ROOT=... MILES_ROOT=... SLIME
 
 from __future__ import annotations
 
-import ast
 import types
 
 import pytest
 import torch
 from test_golden_losses import functions_of, source_of, statements_of
 
-from megatron_rl.__main__ import main
 from megatron_rl.commands.explain.stock import (
     MEAN_OF_TOKEN_MEANS,
     STOCK,
     WHOLE,
     gradient_error,
     read_layout,
-    stock_weight,
     weights_of,
 )
 from megatron_rl.errors import ConfigError
@@ -60,15 +57,6 @@ def test_a_typed_layout():
     assert read_layout("3100,900|2500,700||400|60") == [[[3100, 900], [2500, 700]], [[400], [60]]]
     with pytest.raises(ConfigError, match=r"--micro-batches 3,a: give response lengths"):
         read_layout("3,a")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("trll:bnpo", "'trll' is none of miles, slime, verl"), ("trl:bnp", "trl has grpo, bnpo, dr_grpo, dapo, luspo")],
-)
-def test_another_name_lists_what_there_is(name, message):
-    with pytest.raises(ConfigError, match=message):
-        stock_weight(name)
 
 
 # The trainers' own functions
@@ -163,26 +151,6 @@ def test_miles_and_slime(host, name):
     agrees(host, name, reduced)
 
 
-@pytest.mark.host("MILES_ROOT")
-def test_miles_on_fsdp_reads_no_count_of_tokens():
-    """So the sums of ranks are averaged by FSDP, and divided by nothing else."""
-    backend = source_of("MILES_ROOT", "miles/backends/fsdp_utils/actor.py")
-    assert [name.ctx.__class__ for name in ast.walk(backend) if getattr(name, "id", "") == "normalizer"] == [ast.Store]
-
-
-@pytest.mark.host("MILES_ROOT")
-def test_the_reducer_of_dr_grpo_that_miles_publishes():
-    tree = source_of("MILES_ROOT", "examples/experimental/DrGRPO/custom_reducer.py")
-    groups = types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)
-    found = functions_of(tree, "get_pg_loss_reducer", mpu=groups, DIVISOR=DIVISOR, Callable=object, Tensor=torch.Tensor)
-
-    def reduced(losses, mask, samples):
-        lengths = [losses.shape[1]] * len(samples)
-        return DP * found.get_pg_loss_reducer(lengths, lengths, list(mask), False)(losses.flatten()) / len(TOKENS)
-
-    agrees("miles", "dr_grpo reducer", reduced)
-
-
 @pytest.mark.host("PRIME_RL_ROOT")
 def test_prime_rl():
     """The trainer divides by the tokens of all ranks, and scale_gradients_ undoes FSDP's mean over them."""
@@ -227,9 +195,3 @@ def test_trl(kind):
         return found["loss"]
 
     agrees("trl", kind, reduced)
-
-
-def test_a_weight_of_prompts_takes_their_ids_on_the_command_line(capsys):
-    """Their flag went with --response-lengths alone, and the weight asked for it."""
-    assert main(["explain", "--stock", "skyrl:prompt_mean", "--micro-batches", "30,40|500", "--prompt-ids", "a,a,b"]) == 0
-    assert "skyrl:prompt_mean 1/(P M_g)" in capsys.readouterr().out
