@@ -6,29 +6,27 @@ host_emulator.py has what the hosts do around the loss; whole_host.py runs their
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import math
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
-import built_by_host
 import torch
+from helpers import zigzag
 from host_emulator import EmulatedHost, load_function
 from host_steps import KEYS, Case, Sample, host_batch, longest_row, micro_batches, rows_of
 from test_forward_step import SeenShapes
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.hosts.args import host_named
-from megatron_rl.layout.groups import broadcast_from_last, resolve_groups
+from megatron_rl.layout.groups import all_gather_stack, all_reduce_sum, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, model_config_of
 from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged
-from megatron_rl.testing.layout_step import RankStep, gather_distributed_gradients, named_shards
+from megatron_rl.testing.layout_step import LayoutModel, RankStep, gather_distributed_gradients, named_shards
 
 # Not the size of anything else in the model.
 VOCABULARY = 22
@@ -79,7 +77,11 @@ def host_model(args: Namespace):
 
 
 def name_of_host(args: Namespace) -> str:
-    return "miles" if built_by_host.is_miles(args) else "slime"
+    return "miles" if is_miles(args) else "slime"
+
+
+def is_miles(args: Namespace) -> bool:
+    return "observe_training_entropy" in vars(args)
 
 
 def emulated(args: Namespace) -> EmulatedHost:
@@ -87,12 +89,13 @@ def emulated(args: Namespace) -> EmulatedHost:
 
 
 def host_of(args: Namespace) -> ModuleType:
-    """built_by_host as the modules of this host, each host's for itself, because ours are put around their functions."""
+    """BUILT_BY_HOST as the modules of this host, each host's for itself, because ours are put around their functions."""
     package = host_named(name_of_host(args)).training_package
     if f"{package}.model" not in sys.modules:
-        spec = spec_from_file_location(f"{package}.model", built_by_host.__file__)
-        made = module_from_spec(spec)
-        spec.loader.exec_module(made)
+        made = ModuleType(f"{package}.model")
+        vars(made).update({name: value for name, value in globals().items() if not name.startswith("__")})
+        for own in BUILT_BY_HOST:
+            exec(inspect.getsource(own), vars(made))
         sys.modules |= {f"{package}.{name}": made for name in ("model", "actor")}
     return sys.modules[f"{package}.model"]
 
@@ -143,55 +146,14 @@ def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, l
 
     def function_of(batch: dict):
         named = {name: batch[name] for name in names} | {"with_entropy": args.use_rollout_entropy}
-        if not built_by_host.is_miles(args):
+        if not is_miles(args):
             named.pop("max_seq_lens")
             if step.case.keeps:
                 named |= {name.removeprefix("rollout_"): batch[name] for name in KEYS["slime"]}
         return partial(f, args=args, **named)
 
-    options = {"forward_only": True, "collect_non_loss_data": built_by_host.is_miles(args)}
+    options = {"forward_only": True, "collect_non_loss_data": is_miles(args)}
     return scheduled(function_of, batches_of(step), models, **options)
-
-
-def peaks_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[int, int]]:
-    """Of each step the most bytes that lived at once, of what it made: in training, in measuring."""
-    found = []
-    for step in steps:
-        peaks = []
-        for run in (train_one_step, measured_by_the_actor):
-            args = host_args(step)
-            models, optimizer, _ = host_model(args)
-            with LiveBytes() as live:
-                run(args, models, optimizer, step)
-            peaks.append(live.peak)
-        found.append(tuple(peaks))
-    return found
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of storages that operations have made and that lived at one time. torch's MemTracker asks modules for
-    buffers(), which is a list in Megatron's DDP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._alive = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for made in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(made, Tensor):
-                storage = made.untyped_storage()
-                known = self._alive.get(storage._cdata)
-                if known is None or known[0].expired():
-                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                    self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
-                    self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return result
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As SeenShapes."""
-        return False
 
 
 def most_rows(seen: SeenShapes) -> int:
@@ -276,3 +238,78 @@ def batch_of(step: HostStep, own: list[Sample], all_samples: list[Sample]) -> tu
         lines = [line]
     tokens = [[0 if row is None else int(own[row[0]].tokens[row[1]]) for row in line] for line in lines]
     return torch.tensor(tokens), packed, batch
+
+
+# The functions of the files model and actor of a training actor that we put ours around, by name
+
+
+def setup_model_and_optimizer(args: Namespace, role: str = "actor"):
+    built = LayoutModel(args.layout, 64, args.tiny)
+    return built.models, built.optimizer, None
+
+
+def initialize_model_and_optimizer(args: Namespace, role: str = "actor"):
+    model, optimizer, schedule = setup_model_and_optimizer(args, role)
+    return model, optimizer, schedule, -1
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd)
+    *,
+    args: Namespace,
+    unconcat_tokens: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+    max_seq_lens: list[int] | None = None,
+    top_p_token_ids: list[Tensor] | None = None,
+    top_p_token_offsets: list[Tensor] | None = None,
+):
+    """Token by token, from whole rows of the vocabulary; with ids from these and the token itself."""
+    starts = list(zip(total_lengths, response_lengths, strict=True))
+
+    def measured(row: Tensor, number: int, place: int) -> tuple[Tensor, Tensor]:
+        token, entropy = unconcat_tokens[number][place + 1], -(row.exp() * row).sum()
+        if top_p_token_ids is None or top_p_token_offsets is None:
+            return row[token], entropy
+        index = place + 1 - (starts[number][0] - starts[number][1])
+        first, end = top_p_token_offsets[number][index : index + 2]
+        kept = {*top_p_token_ids[number][first:end].tolist(), int(token)}
+        return row[token] - row[sorted(kept)].logsumexp(0), entropy
+
+    groups, found = resolve_groups(), {"log_probs": [], "entropy": []}
+    cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
+    shards = all_gather_stack(logits.flatten(0, 1), groups.tp) if groups.tp.size() > 1 else logits.flatten(0, 1)[None]
+    rows = torch.log_softmax(torch.cat([*shards], -1) / args.rollout_temperature, -1)
+    start = 0
+    for number, (total, response) in enumerate(starts):
+        length = total if max_seq_lens is None else max_seq_lens[number]
+        document = [*range(total), *[None] * (length - total)]
+        document += [None] * (-length % (2 * cp_size) if cp_size > 1 else 0)
+        own = zigzag(document, cp_rank, cp_size)
+        predicting = [place for place in own if place is not None and total - response - 1 <= place < total - 1]
+        if args.allgather_cp and cp_size > 1:
+            whole = torch.zeros(2, total)
+            for place in range(total - response - 1, total - 1):
+                rank, row = divmod(start + place, rows.shape[0])
+                if rank == cp_rank:
+                    whole[:, place] = torch.stack(measured(rows[row], number, place))
+            values = all_reduce_sum(whole, groups.cp)[:, predicting]
+            start += total
+        else:
+            each = [measured(rows[start + own.index(place)], number, place) for place in predicting]
+            values = torch.tensor(each).reshape(-1, 2).t()
+            start += len(own)
+        found["log_probs"].append(values[0])
+        found["entropy"].append(values[1])
+    found = found if with_entropy else {"log_probs": found["log_probs"]}
+    return found if is_miles(args) else (torch.empty((0,), device=logits.device), found)
+
+
+class MegatronTrainRayActor:
+    def compute_log_prob(self, forward_only, *operands):
+        return forward_only(get_log_probs_and_entropy, *operands)
+
+
+BUILT_BY_HOST = (setup_model_and_optimizer, initialize_model_and_optimizer, get_log_probs_and_entropy, MegatronTrainRayActor)

@@ -76,7 +76,7 @@ EFFECTS = {
         *(str(8 * 4 * VOCABULARY), 8 * 4 * VOCABULARY, NOT_REDUCER, "rows of logits", "--fused-lm-head-loss")
     ),
     "--fp32-lm-head": Effect(None, True, ALL, "gradient", is_bf16=True),
-    "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_placed_head.py
+    "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_carrier.py
     "--docs-per-step": Effect("64", 64, ("train",), ""),  # tests/test_accumulation.py
     "--empty-step": Effect("skip", "skip", ("train",), ""),  # tests/test_train_loop.py
     "--router-aux-loss": Effect("exact", "exact", ("megatron_lm", "train"), "gradient", has_experts=True),
