@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,12 +120,6 @@ def test_a_fully_masked_prompt_still_counts_as_a_prompt():
     step = count_step([torch.ones(2), torch.zeros(3)], ["a", "b"])
     assert step[0] == StepTotals(2, 2, 2) and weights_of("prompt_mean", step).tolist() == [0.25, 0.0]
     assert weights_of("sample_mean", count_step([torch.ones(4)])).tolist() == [0.25], "a step of one sample has weights"
-
-
-@pytest.mark.parametrize("divisor", [8, 8.0, np.int64(8), np.float32(8)], ids=lambda value: type(value).__name__)
-def test_any_real_number_is_a_divisor(divisor):
-    """FB-12: numpy's numbers come out of configurations."""
-    assert weights_of("constant", (S_TOTALS, S_COUNTS, None, None), divisor).tolist() == [1 / 32, 1 / 32, 1 / 32, 0]
 
 
 @pytest.mark.parametrize("num_tokens", [8, 3000])

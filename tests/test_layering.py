@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -13,7 +12,6 @@ from importlib import import_module
 import pytest
 from conftest import ROOT
 from forked import forget, forked
-from packaging.requirements import Requirement
 
 # From the ground up. A room is a folder of the package, or a file beside them. It imports rooms of lower floors, and itself; rooms
 # of one floor do not know each other. So the number of floors is the longest chain of imports between rooms. `__init__` is
@@ -41,30 +39,6 @@ RING_2 = {
     "commands": ("hosts", "testing", "train"),
     "benchmarks": ("hosts", "testing", "train"),
 }
-# The extras of pyproject.toml that have what a room of the outer ring imports, besides what the package always needs.
-EXTRAS_OF_ROOM = {
-    "hosts": (),
-    "testing": ("megatron", "testing"),
-    "train": ("megatron", "train"),
-    "commands": ("megatron",),
-    "benchmarks": ("megatron", "triton"),
-}
-# Packages of which no extra is to ask for -> why.
-WITHOUT_EXTRA = {
-    **dict.fromkeys(("roll", "verl", "skyrl", "nemo_rl"), "the trainer that calls us"),
-    "ray": "what NeMo-RL makes its workers with",
-    "hydra": "what verl composes its config with",
-    "omegaconf": "what NeMo-RL and ROLL compose their configs with",
-    "dacite": "what ROLL makes its config of a tree with",
-    "wandb": "a service that a user chose: train says what to install",
-}
-# Packages of an extra that no room imports -> who does.
-IMPORTED_ELSEWHERE = {
-    "psutil": "Megatron's dist_checkpointing",
-    "tensorboard": "torch.utils.tensorboard",
-    "pytest": "pytest_megatron_rl.py, beside the package",
-}
-MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
 # Files that import modules whose names are put together at run time -> why that is no circle. Elsewhere such a name is a whole one.
 BY_NAME = {
     "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
@@ -209,29 +183,6 @@ def test_the_house_has_few_floors_and_each_room_is_there(package_trees, benchmar
     assert set(RING_2) < set(rooms) and set(DOORS.values()) <= set(RING_2)
 
 
-def extras_of_project() -> dict[str, set[str]]:
-    """{extra: the names of its requirements} of pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {extra: {Requirement(line).name for line in lines} for extra, lines in project["optional-dependencies"].items()}
-
-
-def test_the_extras_of_a_room_have_what_it_imports_and_nothing_else(package_trees, benchmark_trees):
-    """Catches a package that a user must guess, and a requirement that stayed when its import went."""
-    extras = extras_of_project()
-    known = {"megatron_rl", "benchmarks", "torch", "packaging", "numpy", *sys.stdlib_module_names, *WITHOUT_EXTRA}
-    for room, names_of_extras in EXTRAS_OF_ROOM.items():
-        trees = {path: tree for path, tree in (package_trees | benchmark_trees).items() if room_of(path) == room}
-        imported = {name.split(".")[0] for path, tree in trees.items() for _, name in imported_names(path, tree)} - known
-        wanted = {
-            MODULE_OF_REQUIREMENT.get(name, name.replace("-", "_")): name for extra in names_of_extras for name in extras[extra]
-        }
-        assert imported <= set(wanted), f"{room}: no extra of {names_of_extras} has {imported - set(wanted)}"
-        # The rooms of the core share the extras megatron and triton.
-        own = {name for extra in names_of_extras if extra not in ("megatron", "triton") for name in extras[extra]}
-        unused = {name for module, name in wanted.items() if name in own and module not in imported} - set(IMPORTED_ELSEWHERE)
-        assert not unused, f"{room} does not import {unused}, of its extras"
-
-
 def imports_of_files(trees: Mapping[str, ast.Module], module_of: Mapping[str, str]) -> dict[str, set[str]]:
     """Each file -> the files that it imports, for types and in functions too. module_of: the dotted name of each file."""
     files = {module: path for path, module in module_of.items()}
@@ -305,24 +256,9 @@ def trees_of_tests() -> dict[str, ast.Module]:
     return {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("*.py")}
 
 
-def test_no_file_of_the_tests_imports_itself_through_others():
-    trees = trees_of_tests()
-    graph = imports_of_files(trees, module_names(trees))
-    assert "helpers.py" in graph["test_losses.py"], "imports were not found: the test looks in the wrong place"
-    assert not circle_in(graph)
-
-
 def test_every_import_of_the_package_finds_its_name(package_trees, benchmark_trees):
     """Catches an import in a function, in a test that few run, or for types, of what has moved or is gone."""
     assert not imports_of_nothing(package_trees | benchmark_trees | trees_of_tests(), package_trees)
-    package = {"a.py": ast.parse("x = 1"), "room/__init__.py": ast.parse("")}
-    lines = ("import megatron_rl.a", "from megatron_rl.a import x, y", "from megatron_rl.room import z", "import megatron_rl.gone")
-    faults = imports_of_nothing({"a.py": ast.parse("\n".join(lines))}, package)
-    assert [fault.split()[:2] for fault in faults] == [
-        ["a.py:2:", "megatron_rl.a.y"],
-        ["a.py:3:", "megatron_rl.room.z"],
-        ["a.py:4:", "megatron_rl.gone"],
-    ]
 
 
 def test_no_file_is_longer_than_a_head_holds():
@@ -375,14 +311,3 @@ def test_the_front_door_has_the_names_that_it_lists():
     assert megatron_rl.declare.register_policy_loss is megatron_rl.register_policy_loss
     with pytest.raises(AttributeError, match="no attribute 'gspo_los'"):
         megatron_rl.gspo_los  # noqa: B018
-
-
-def test_a_command_says_that_torch_is_missing():
-    def command() -> int:
-        forget("torch")
-        sys.modules["torch"] = None
-        return import_module("megatron_rl.__main__").main("explain --response-lengths 1,2".split())
-
-    code, _, error = forked(command)
-    assert code == 2 and "Traceback" not in error
-    assert "ConfigError: explain needs torch" in error and "megatron-rl doctor" in error
