@@ -114,8 +114,8 @@ def test_samples_come_from_the_fp32_head_too(pool, is_fused):
 
 
 def ratio_on_rank(rank, is_fp32, is_fused):
-    """The largest |ratio - 1| of a token between the trainer's log-probabilities and a float64 product of the same hidden states and
-    weights, as an fp32 sampler has them. The logits are as large as those of a trained policy, some 10: bf16 has steps of 0.06."""
+    """The largest |ratio - 1| of a token between the trainer's log-probabilities and a float64 product of the same hidden states
+    and weights, as an fp32 sampler has them. Logits are as large as those of a trained policy, some 10: bf16 has steps of 0.06."""
     trainer = lively(tiny_trainer(PolicyLossConfig(fp32_lm_head=is_fp32, fused_lm_head_loss=is_fused), bf16=True, **STILL))
     step, errors = ragged_step(), []
     length = max(len(sample.tokens) for sample in step) + 1

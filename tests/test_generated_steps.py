@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from dense_results import DenseResult, dense_step
 from generated_steps import (
     CASES,
     CORRECTIONS_AND_LEVELS,
@@ -28,8 +27,10 @@ from generated_steps import (
     SHAPES,
     SPLITS,
     Case,
+    DenseResult,
     Split,
     Step,
+    dense_step,
     step_of,
 )
 from helpers import KERNEL_DEVICE
