@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import TorchOperations, counted_collectives, error_of, loop_log_probs, pool_of, random_batch, run_loss
+from helpers import counted_collectives, error_of, loop_log_probs, pool_of, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_backends import LOSSES, over_backends
