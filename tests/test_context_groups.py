@@ -14,13 +14,10 @@ import torch
 from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import SINGLE, SingleProcess, have_same_ranks, make_context_groups, resolve_groups
-from megatron_rl.megatron import forward_step as forward_step_module
+from megatron_rl.layout.groups import make_context_groups, resolve_groups
 from megatron_rl.megatron import probe
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.context_groups import hybrid_data
-from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.head import packed_params_of
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.responses import response_log_probs
@@ -29,7 +26,6 @@ from megatron_rl.testing import layout_step
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, RankStep
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.validation.model_settings import model_problems
 
 pytestmark = pytest.mark.megatron
 CPU = torch.device("cpu")
@@ -42,21 +38,17 @@ pool = pool_of(4)
 # Groups
 
 
-def groups_on_rank(rank: int, sizes: list[int]) -> tuple[dict[int, tuple[int, list[int]]], str, list[bool]]:
-    made = make_context_groups(sizes)
-    own = resolve_groups()
+def groups_on_rank(rank: int) -> tuple[dict[int, tuple[int, list[int]]], str]:
+    made = make_context_groups([1, 2, 4])
     members = {size: (group.rank(), torch.distributed.get_process_group_ranks(group)) for size, group in made.items()}
-    alike = [have_same_ranks(made[4], own.dp_cp), have_same_ranks(made[2], own.dp_cp), have_same_ranks(made[1], SINGLE)]
-    return members, error_of(lambda: make_context_groups([3])), alike
+    return members, error_of(lambda: make_context_groups([3]))
 
 
 def test_groups_are_of_neighbours_in_dp_cp(pool):
-    answers = pool.run(groups_on_rank, [1, 2, 4], world_size=4, context_parallel_size=2)
-    for rank, (members, error, alike) in enumerate(answers):
+    for rank, (members, error) in enumerate(pool.run(groups_on_rank, world_size=4, context_parallel_size=2)):
         first = rank // 2 * 2
         assert members == {1: (0, [rank]), 2: (rank % 2, [first, first + 1]), 4: (rank, [0, 1, 2, 3])}
         assert error == "ConfigError: context-parallel sizes [3] do not divide the 4 ranks of dp x cp: choose of 1, 2, 4"
-        assert alike == [True, False, True]
 
 
 # Layers
@@ -80,79 +72,59 @@ def test_layers_have_the_group_of_their_microbatch_where_backward_recomputes(poo
 
 
 def sticky_on_rank(rank: int) -> list[tuple[str, int | None, bool]]:
-    """(format, local_cp_size, whether the group is the model's) of the forwards of one model."""
+    """(format, local_cp_size, whether the group is the model's) of what the forwards of one model are given."""
     model = LayoutModel(Layout(context=2), 8, TinyGPT(num_layers=1)).models[0]
     own, made = resolve_groups(model).cp, make_context_groups([1, 2])
     samples, totals = weigh_samples(CONFIG, ragged_samples()[:1], resolve_groups())
     context = StepContext(totals=totals, num_microbatches=1)
 
-    def forward(cp_group, is_packed: bool) -> tuple[str, int | None, bool]:
+    def given(cp_group, is_packed: bool) -> tuple[str, int | None, bool]:
         shape = {"row_length": 64, "cp_group": cp_group, "device": CPU}
-        make = make_packed_batch if is_packed else lambda *given, **named: make_padded_batch(*given, num_rows=2, **named)
-        batch = make(samples, context, **shape)
+        batch = (
+            make_packed_batch(samples, context, **shape) if is_packed else make_padded_batch(samples, context, num_rows=2, **shape)
+        )
         params = packed_params_of(model, model.config, batch)
-        if params is None:
-            return "none", None, False
-        bounds = [] if is_packed else [0, 64, 128]
-        assert is_packed or (params.cu_seqlens_q.tolist() == bounds and params.max_seqlen_q == 64)
-        assert params is not batch.packed_seq_params or params.cp_group is None
-        return params.qkv_format, params.local_cp_size, params.cp_group is own
+        return ("none", None, False) if params is None else (params.qkv_format, params.local_cp_size, params.cp_group is own)
 
-    rows = [forward(own, False), forward(made[2], True), forward(made[1], True), forward(made[1], False), forward(own, True)]
-    layer = model.module.decoder.layers[0].self_attention
-    with pytest.raises(TypeError):  # a forward that raises leaves the layer as it was
-        layer(torch.zeros(1), None, packed_seq_params=SimpleNamespace(cp_group=made[1]), nothing=1)
-    assert layer.pg_collection.cp is own or have_same_ranks(layer.pg_collection.cp, own)
-    return [*rows, forward(own, False)]
+    calls = [(own, False), (made[2], True), (made[1], True), (made[1], False), (own, True), (own, False)]
+    return [given(*call) for call in calls]
 
 
 def test_a_model_that_met_another_group_names_each_group_from_then_on(pool):
     """Transformer Engine's layers keep the last group that they were given."""
-    for rows in pool.run(sticky_on_rank, world_size=2, context_parallel_size=2):
-        before = [("none", None, False), ("thd", None, False)]
-        own_groups = [("thd", 1, False), ("sbhd", 1, False)]
-        assert rows == [*before, *own_groups, ("thd", 2, True), ("sbhd", 2, True)]
+    before = [("none", None, False), ("thd", None, False)]
+    after = [("thd", 1, False), ("sbhd", 1, False), ("thd", 2, True), ("sbhd", 2, True)]
+    assert pool.run(sticky_on_rank, world_size=2, context_parallel_size=2) == [before + after] * 2
 
 
-def refused_on_rank(rank: int) -> dict[str, str]:
+# The setting that takes one group alone -> what is said of it.
+ONE_GROUP = {
+    "multi_latent_attention": (True, "multi_latent_attention=True: its layers"),
+    "cuda_graph_impl": ("local", "cuda_graph_impl='local': its layers take one group"),
+    "hierarchical_context_parallel_sizes": ([1, 2], "hierarchical_context_parallel_sizes=[1, 2]: its layers"),
+    "": (None, "DotProductAttention does not read the group in packed_seq_params"),
+}
+
+
+def refused_on_rank(rank: int) -> list[str]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    def error(change=lambda model: None, **settings) -> str:
+    errors, batch = [], SimpleNamespace(cp_group=make_context_groups([1])[1], packed_seq_params=None)
+    for name, (value, _) in ONE_GROUP.items():
         config = transformer_config(num_layers=1, hidden_size=8, num_attention_heads=2)
         model = build_gpt_model(config, vocab_size=16, max_sequence_length=8)
-        vars(config).update(settings)
-        change(model)
-        batch = SimpleNamespace(cp_group=made[1], packed_seq_params=None)
-        return error_of(lambda: packed_params_of(model, config, batch))
-
-    def with_core(kind: type) -> object:
-        def change(model) -> None:
-            model.decoder.layers[0].self_attention.core_attention.__class__ = kind
-
-        return change
-
-    def with_mamba(model) -> None:
-        model.mixer = type("MambaMixer", (torch.nn.Module,), {"__module__": "megatron.core.ssm.mamba_mixer"})()
-
-    made = make_context_groups([1])
-    return {
-        "core": error(with_core(DotProductAttention)),
-        "mamba": error(with_mamba),
-        "latent": error(multi_latent_attention=True, mtp_num_layers=1),
-        "graph": error(cuda_graph_impl="local"),
-        "hierarchical": error(hierarchical_context_parallel_sizes=[1, 2]),
-    }
+        if name:
+            setattr(config, name, value)
+        else:
+            model.decoder.layers[0].self_attention.core_attention.__class__ = DotProductAttention
+        errors.append(error_of(lambda model=model, config=config: packed_params_of(model, config, batch)))
+    return errors
 
 
 def test_what_cannot_take_a_group_of_its_own_is_refused_by_name(pool):
-    start = "a micro-batch over 1 context-parallel ranks, in a model with 2: "
     for errors in pool.run(refused_on_rank, world_size=2, context_parallel_size=2):
-        assert all(start in error for error in errors.values())
-        assert "DotProductAttention does not read the group in packed_seq_params" in errors["core"]
-        assert "its state-space layers exchange over the model's group alone" in errors["mamba"]
-        assert "multi_latent_attention=True: its layers" in errors["latent"] and "mtp_num_layers=1: its" in errors["latent"]
-        assert "cuda_graph_impl='local': its layers take one group" in errors["graph"]
-        assert "hierarchical_context_parallel_sizes=[1, 2]: its layers" in errors["hierarchical"]
+        for error, (_, message) in zip(errors, ONE_GROUP.values(), strict=True):
+            assert "a micro-batch over 1 context-parallel ranks, in a model with 2: " in error and message in error
 
 
 def log_probs_on_rank(rank: int, layout: Layout) -> dict[int, list[float]]:
@@ -173,24 +145,6 @@ def test_log_probs_of_responses_are_whole_over_each_group(pool):
             assert len(found) == 12  # the 8 of the first micro-batch, and half of the second's
             for number, values in found.items():
                 assert values == pytest.approx(alone[number], abs=2e-5)  # of float32 logits, summed in another order
-
-
-# Checks
-
-
-def test_the_first_microbatches_are_counted_by_group():
-    """Ranks that meet in a group may have had other micro-batches before. One number for all would let one rank compare and wait,
-    and the other go on."""
-    numbers: list[int] = []
-    forward_step = PolicyForwardStep(CONFIG, vocab_size=8)
-    batch = mock.MagicMock(token_counts=torch.ones(1), rollout_log_probs=None)
-    first, second = SingleProcess(), SingleProcess()
-    with mock.patch.object(forward_step_module, "checks_microbatch", numbers.append):
-        for group in (first, second, second, first, second):
-            batch.cp_group = group
-            options = forward_step._options_of(batch, SimpleNamespace(tp=SINGLE, cp=SINGLE), None)
-            assert options["cp_group"] is group
-    assert numbers == [0, 0, 1, 1, 2]
 
 
 # Experts
@@ -307,24 +261,8 @@ def probed_on_rank(rank: int, factor: float) -> list[str]:
         ]
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}], ids=str)
-def test_the_probe_runs_the_hybrid_schedule(pool, sizes):
+def test_the_probe_runs_the_hybrid_schedule(pool):
     """With another number of micro-batches on each second rank."""
-    assert pool.run(probed_on_rank, 1.0, world_size=4, **sizes) == [["", ""]] * 4
-    for errors in pool.run(probed_on_rank, 0.5, world_size=4, **sizes):
-        assert all(" is 0.5 of the step's" in error for error in errors)
-
-
-def test_the_last_round_needs_a_microbatch():
-    for rounds in ([], [[SINGLE], []]):
-        with pytest.raises(ConfigError, match="the last of the rounds has no micro-batch on this rank"):
-            hybrid_data(rounds, SINGLE)
-
-
-def test_own_loops_may_have_what_hosts_may_not():
-    """messages.txt has what hosts are told."""
-    hybrid = {"hybrid_context_parallel": True, "expert_model_parallel_size": 1}
-    assert list(model_problems(hybrid, has_own_groups=True)) == []
-    for name in ("expert_model_parallel_size", "pipeline_model_parallel_size"):
-        [waits] = model_problems(hybrid | {name: 2}, has_own_groups=True)
-        assert waits.startswith(f"hybrid_context_parallel=True with {name}=2: these ranks would run different numbers")
+    for factor, said in ((1.0, ""), (0.5, " is 0.5 of the step's")):
+        for errors in pool.run(probed_on_rank, factor, world_size=4, context_parallel_size=2):
+            assert all(said in error and bool(error) == bool(said) for error in errors)
