@@ -3,21 +3,17 @@ callers that torch compiles."""
 
 from __future__ import annotations
 
-import ast
 import sys
-import tomllib
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import random_batch, run_in_children
 from host_steps import CUSTOM_LOSS
-from packaging.requirements import Requirement
 
 import megatron_rl
-from megatron_rl.config import TRITON_OF_TORCH, Backend, PolicyLossConfig
+from megatron_rl.config import Backend, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import training_hooks
 from megatron_rl.layout.groups import SINGLE
@@ -55,12 +51,6 @@ def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted,
     assert NEEDS_CUDA in str(error.value) and "--context-parallel-size 2" in str(error.value)
 
 
-def test_the_extra_asks_for_the_oldest_triton_that_compiles_the_kernels():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (wanted,) = (Requirement(line) for line in project["optional-dependencies"]["triton"])
-    assert wanted.name == "triton" and str(wanted.specifier) == f">={min(TRITON_OF_TORCH.values())}"
-
-
 ON_CUDA = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0")
 
 
@@ -86,18 +76,12 @@ def test_rocm_takes_torch_and_refuses_triton_by_name(not_interpreted, monkeypatc
         backends.resolve_backend("triton", ON_CUDA)
 
 
-@pytest.mark.parametrize(
-    ("version", "is_refused"), [("3.3.1", True), ("3.4.0", False), ("3.4.0+git1234", False), ("3.10.0", False)], ids=str
-)
-def test_a_triton_that_is_too_old_is_refused_by_name(monkeypatch, version, is_refused):
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
-    reason = backends.why_triton_is_missing.__wrapped__()
-    monkeypatch.setattr(backends, "why_triton_is_missing", lambda: reason)
-    if not is_refused:
-        assert reason is None
-        return
-    with pytest.raises(ConfigError, match=f"needs Triton, .*Triton {version} is older than 3.4.*torch, of 2.8 or later"):
-        backends.resolve_backend("auto", ON_CUDA)
+def test_a_triton_that_is_too_old_is_refused_by_name(monkeypatch):
+    for version, is_refused in (("3.3.1", True), ("3.4.0+git1234", False), ("3.10.0", False)):
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+        reason = backends.why_triton_is_missing.__wrapped__()
+        assert (reason is not None) == is_refused, version
+        assert reason is None or "Triton 3.3.1 is older than 3.4" in reason
 
 
 GRADIENT = """
@@ -140,17 +124,6 @@ def test_what_a_fresh_process_has():
     codes = [*(HUB + look for look in looks), ONES_OWN_GRPO, GRADIENT]
     codes += [TRITON_ON_CPU] if backends.why_triton_is_missing() is None and not torch.cuda.is_available() else []
     run_in_children(*codes)
-
-
-def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees):
-    """Its `dot` of bfloat16 is garbage, so a kernel with one could be tested on a GPU alone. The one kernel with a
-    product gives the interpreter float32 operands."""
-    kernels = {path: tree for path, tree in package_trees.items() if path.endswith("_triton.py")}
-    assert len(kernels) > 3
-    for path, tree in kernels.items():
-        products = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("dot")]
-        is_upcast = any(isinstance(node, ast.arg) and node.arg == "UPCAST" for node in ast.walk(tree))
-        assert len(products) == is_upcast, f"{path}: {products}"
 
 
 # Callers that are compiled: the losses keep their gradient. The other tests run with torch.compile off (conftest.py)
@@ -199,40 +172,20 @@ def gradient(function, leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-# The two backends that trace. Inductor meets the same breaks of the graph.
-@pytest.mark.parametrize(("backend", "beside"), [("eager", True), ("aot_eager", False)], ids=["beside another term", "alone"])
 @pytest.mark.parametrize("name", FRONT_DOORS)
-def test_a_compiled_caller_gets_the_gradient(name, backend, beside, compiling):
-    """Catches a loss that keeps its value and loses its gradient. Alone backward would fail; beside another term nothing would."""
+def test_a_compiled_caller_gets_the_gradient(name, compiling):
+    """Catches a loss that keeps its value and loses its gradient. Alone backward would fail; beside another term nothing would.
+    Backends that compile meet the same breaks of the graph."""
     leaf, loss = FRONT_DOORS[name]
 
     def step(leaf):
         scaled = 2.0 * leaf
-        return loss(scaled) + (scaled.square().sum() if beside else 0.0)
+        return loss(scaled) + scaled.square().sum()
 
     value, expected = gradient(step, leaf)
-    compiled = torch.compile(step, backend=backend)
+    compiled = torch.compile(step, backend="eager")
     for _ in range(2):  # once traced, once from the cache
         got_value, got = gradient(compiled, leaf)
         torch.testing.assert_close(got_value, value)
         torch.testing.assert_close(got, expected)
     assert expected.abs().max() > 0
-
-
-@pytest.mark.slow
-def test_fullgraph_says_so(compiling):
-    """Whoever forbids graph breaks is told; a loss without a gradient would be the alternative."""
-    leaf, loss = FRONT_DOORS["a loss of logits"]
-    with pytest.raises(Exception, match="disable"):
-        torch.compile(loss, backend="eager", fullgraph=True)(leaf.clone().requires_grad_())
-
-
-@pytest.mark.slow
-def test_compiled_autograd_gets_the_gradient(compiling):
-    """A backward that is traced itself runs the hand-written ones as they are."""
-    leaf, loss = FRONT_DOORS["a loss of logits"]
-    _, expected = gradient(loss, leaf)
-    traced = leaf.clone().requires_grad_()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        loss(traced).backward()
-    torch.testing.assert_close(traced.grad, expected)
