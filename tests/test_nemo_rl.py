@@ -12,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import nemo_rl_cases as cases
+import own_log_probs
 import pytest
 import torch
 from adapter_cases import (
     EACH_SEQUENCE,
     LOSSES,
     ONE_CALL,
+    PACKINGS,
     ROWS,
     Call,
     RowCase,
@@ -29,12 +31,18 @@ from adapter_cases import (
 )
 from forked import forked, in_fork
 from host_checkouts import NEMO_RL
+from linear_cases import relative
 from nemo_rl_cases import ADAPTER, counts_of, mask_of
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import launch, nemo_rl, nemo_rl_loss
 from megatron_rl.hosts.dense_rows import carry_prompt_weights
+from megatron_rl.hosts.heads import log_probs
+from megatron_rl.hosts.heads import nemo_rl as nemo_rl_head
+from megatron_rl.hosts.heads.carried_rows import carry_rows
 from megatron_rl.layout.context_parallel import chunk_spans
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.ranks import run_ranks
 
 OF_KL = {"reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": "unbiased"}
@@ -277,6 +285,77 @@ def test_another_trainer_is_refused_and_a_script_has_its_own_exit_code(script):
     assert (code, out) == (2, "") and "does not import nemo_rl.algorithms.grpo" in error
 
 
+# Workers with our log-probabilities and head
+
+
+class Policy:
+    def __init__(self, config, worker_extension_cls_fqn=None):
+        self.worker = worker_extension_cls_fqn
+
+
+def setup(master_config, tokenizer, policy_factory=None):
+    return (Policy if policy_factory is None else policy_factory)(config=master_config)
+
+
+def test_a_nemo_rl_without_such_workers_is_refused():
+    def older(master_config, tokenizer):
+        pass
+
+    trainer = SimpleNamespace(Policy=lambda config: None)
+    with pytest.raises(ConfigError, match=r"setup takes no policy_factory \(.*test_nemo_rl.py:\d+\)"):
+        nemo_rl_head.with_our_worker(trainer, older, ("config", "tokenizer"), {})
+    with pytest.raises(ConfigError, match=r"takes no worker_extension_cls_fqn \(.*test_nemo_rl.py:\d+\)"):
+        nemo_rl_head.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
+
+
+ALONE = {"megatron_rl_log_probs": "megatron_rl"}
+BESIDE_OURS = {"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0}
+BY_FACTORY = {"policy_factory": lambda **options: Policy(**options)}
+WORKERS = [
+    # loss_fn, use_fused_linear_logprobs, arguments of setup -> the class of the workers, the loss, the fused head of NeMo-RL
+    (ALONE, None, {}, nemo_rl_head.OUR_WORKER, "OwnLoss", None),
+    (ALONE | BESIDE_OURS, None, {}, nemo_rl_head.OUR_WORKER, "NemoLoss", None),
+    (ALONE | BESIDE_OURS, None, BY_FACTORY, nemo_rl_head.OUR_WORKER, "NemoLoss", None),
+    (BESIDE_OURS, None, {}, None, "NemoLoss", None),
+    (ALONE, True, {}, nemo_rl_head.WORKER_WITH_HEAD, "OwnLoss", False),
+    (BESIDE_OURS, True, {}, None, "NemoLoss", True),  # NeMo-RL's own switch
+    (BESIDE_OURS | {"megatron_rl_log_probs": "nemo_rl"}, None, BY_FACTORY, None, "NemoLoss", None),
+]
+
+
+def test_the_workers_of_a_launch_of_nemo_rl():
+    """By the launcher: our workers with our loss and with NeMo-RL's own, one after the other in one process."""
+
+    def work():
+        def whole_setup(master_config, tokenizer, policy_factory=None):
+            policy = setup(master_config, tokenizer, policy_factory)
+            loss = type(trainer.ClippedPGLossFn(master_config.loss_fn)).__name__
+            return policy.worker, loss, master_config.policy["megatron_cfg"].get("use_fused_linear_logprobs")
+
+        contents = {"setup": whole_setup, "Policy": Policy, "ClippedPGLossFn": cases.OwnLoss}
+        contents["_create_advantage_estimator"] = lambda master_config: "NeMo-RL's own"
+        trainer = own_log_probs.module_at(nemo_rl.TRAINER, contents)
+        environments = {nemo_rl_head.OWN_WORKER: "its Python"}
+        own_log_probs.module_at(nemo_rl_head.ENVIRONMENTS, {"ACTOR_ENVIRONMENT_REGISTRY": environments})
+        sys.argv = ["run_grpo.py"]
+        calls, problems = [], []
+        with nemo_rl.loss_in_setup(lambda error: problems.append(str(error)) or 2, calls):
+            for settings, is_fused, named, *expected in WORKERS:
+                config = cases.master_config(settings)
+                if is_fused is not None:
+                    config.policy["megatron_cfg"]["use_fused_linear_logprobs"] = is_fused
+                assert [*trainer.setup(config, tokenizer="tokenizer", **named)] == expected, settings
+                assert config.policy["megatron_cfg"].get("use_fused_linear_logprobs") is is_fused, "the caller's own stays"
+            assert trainer._create_advantage_estimator(cases.master_config(ALONE)) == "NeMo-RL's own"
+            with pytest.raises(SystemExit):
+                trainer.setup(cases.master_config({"megatron_rl_log_probs": "mine"}), "tokenizer")
+        assert environments[nemo_rl_head.WORKER_WITH_HEAD] == environments[nemo_rl_head.OUR_WORKER] == "its Python"
+        assert len(calls) == len(WORKERS) + 1 and "is neither megatron_rl" in problems[0]
+        assert trainer.setup is whole_setup
+
+    in_fork(work)
+
+
 # NeMo-RL's own code
 
 
@@ -432,3 +511,61 @@ def test_our_adapter_fits_nemo_rls_own_trainer():
         assert torch.allclose(weighed, plain * factors * mask, rtol=1e-5)
 
     in_fork(work)
+
+
+# Sums of 20 columns in two orders.
+OF_GRADIENTS = 1e-5
+
+
+def nemo_rls_own_loss(rank: int) -> None:
+    """Its ClippedPGLossFn on real context-parallel ranks, in each packing, from hidden states through its
+    forward_with_post_processing_fn, at a temperature: by a product that makes logits and NeMo-RL's functions or ours, and by our
+    head. The gradients are of the numbers that hidden states are made of, and of the weight."""
+    group = torch.distributed.group.WORLD
+    weight = torch.eye(50) + 0.2 * torch.randn(50, 50, generator=torch.Generator().manual_seed(3))
+    leaf = weight.requires_grad_()
+    seen = []
+
+    def by_logits(hidden):
+        return hidden @ leaf.T
+
+    def by_our_head(hidden):
+        seen.append(carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl_head.FUSED_HEAD).transpose(0, 1))
+        return seen[-1]
+
+    chosen = [case for case in ADAPTER.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
+    chosen = [case for case in chosen if group.size() == 1 or case.packing != ROWS]
+
+    def results(output_of):
+        own, call = load_nemo_rl(group, output_of, 0.7)
+        found = []
+        for case in chosen:
+            leaf.grad = None
+            loss = own({"reference_policy_kl_penalty": 0.1, "ratio_clip_min": 0.2, "ratio_clip_max": 0.28})
+            step = ADAPTER.step(case)
+            calls = ADAPTER.by(call, loss, case, step)
+            result = ADAPTER.run(case, step, start=lambda *_, calls=calls: calls, cp_group=group)
+            found.append((result.loss, [torch.cat(result.gradients), leaf.grad]))
+        return found
+
+    theirs = results(by_logits)
+    own_log_probs.install("NeMo-RL")
+    log_probs.MAX_LOGITS_BYTES = 5 * 50 * 4
+    ours, of_head = results(by_logits), results(by_our_head)
+    module = NEMO_RL.load("nemo_rl.distributed.model_utils")
+    assert hasattr(module.DistributedLogprob, log_probs.MARK)
+    assert not hasattr(module.DistributedLogprobWithSampling, log_probs.MARK)  # of a filter of the sampler
+    assert seen and {case.packing for case in chosen} == set(PACKINGS[group.size() > 1 :])
+    for (their_loss, their_gradients), *found in zip(theirs, ours, of_head, strict=True):
+        for loss, gradients in found:
+            assert loss == pytest.approx(their_loss, rel=OF_GRADIENTS)
+            for their_gradient, gradient in zip(their_gradients, gradients, strict=True):
+                # Logits that are float32 sums of 50 products are rounded in another order, some near 30, before their exponential.
+                assert relative(gradient, their_gradient) < 4 * OF_GRADIENTS
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_nemo_rls_own_loss_has_its_own_gradients_by_our_functions_and_head(cp):
+    """With context parallelism and packed rows, where NeMo-RL refuses its own head."""
+    run_ranks(nemo_rls_own_loss, cp, timeout=500, use_megatron=False)

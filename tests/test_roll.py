@@ -11,6 +11,7 @@ import types
 from types import SimpleNamespace
 from typing import Any
 
+import own_log_probs
 import pytest
 import roll_cases as cases
 import torch
@@ -21,6 +22,7 @@ from roll_cases import ADAPTER
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
+from megatron_rl.hosts.heads import log_probs, placed_rows
 from megatron_rl.hosts.roll_loss import read_totals
 from megatron_rl.testing.ranks import run_ranks
 
@@ -108,6 +110,50 @@ def test_our_worker_reads_its_settings_before_the_model_is_made():
 def test_another_contract_is_refused():
     code, _, error = started("batch, loss_func", "batch")
     assert code == 1 and "Strategy.train_step takes" in error, error
+
+
+BOTH = {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "true", "MEGATRON_RL_LOG_PROBS": "megatron_rl"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "variables", "is_ours", "is_replaced", "placed"),
+    [
+        ("gspo.prompt_mean", {}, True, False, []),
+        ("gspo.prompt_mean", {"MEGATRON_RL_LOG_PROBS": "megatron_rl"}, True, True, []),
+        ("gspo.prompt_mean", BOTH, True, True, [((), f"{roll.HEAD}=true")]),  # a stage without an output layer
+        ("ppo", {"MEGATRON_RL_LOG_PROBS": "megatron_rl"}, False, True, []),
+        (None, {"MEGATRON_RL_LOG_PROBS": "megatron_rl"}, False, True, []),
+        ("gspo.prompt_mean", {"MEGATRON_RL_LOG_PROBS": "roll"}, True, False, []),
+    ],
+)
+def test_our_worker_of_roll_has_our_log_probabilities_and_head_with_our_loss_or_rolls(
+    variant, variables, is_ours, is_replaced, placed, monkeypatch
+):
+    found = []
+    monkeypatch.setattr(placed_rows, "place_head", lambda models, settings, *_, **__: found.append((models, settings.setting)))
+
+    def work():
+        modules = own_log_probs.modules_of("ROLL")
+        worker = started_with(cases.worker_config(variant, **variables))
+        assert (worker.loss is not None) == is_ours and found == placed
+        if is_ours:
+            assert worker.loss.launch.config.fused_lm_head_loss == bool(placed)
+        else:
+            assert worker.loss_func("data", "logits") == "ROLL's own loss"
+        replaced = modules["mcore_adapter.parallel_functions.vocab_parallel"].vocab_parallel_logprobs
+        assert hasattr(replaced, log_probs.MARK) == is_replaced
+
+    in_fork(work)
+
+
+def test_a_roll_whose_strategy_has_no_models_is_refused():
+    def work() -> None:
+        own_log_probs.modules_of("ROLL")
+        worker = cases.worker_config("gspo.prompt_mean", **BOTH)
+        with pytest.raises(ConfigError, match="Strategy has no models_unwrapped, and .* was probed"):
+            started_with(worker, "    models_unwrapped = ()\n")
+
+    in_fork(work)
 
 
 # ROLL's own code

@@ -10,15 +10,20 @@ import sys
 import types
 from dataclasses import replace
 
+import own_log_probs
 import pytest
 import skyrl_cases as cases
 import torch
 from adapter_cases import LOSSES, rollout_cases, too_large
 from forked import forked
 from host_checkouts import SKYRL
+from linear_cases import relative
 
 from megatron_rl.hosts import skyrl, skyrl_driver
 from megatron_rl.hosts.dense_rows import Rollouts
+from megatron_rl.hosts.heads import log_probs
+from megatron_rl.hosts.heads import skyrl as skyrl_head
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import run_ranks
 
 
@@ -114,6 +119,16 @@ def test_a_registered_loss_can_be_sent_to_workers():
     assert function.words == words
 
 
+def test_skyrls_table_carries_them_where_they_are_asked_for():
+    for is_there in (False, True):
+        entries = {}
+        table = types.SimpleNamespace(register=lambda name, entry, entries=entries: entries.update({name: entry}))
+        skyrl.register(table, skyrl.Words(), has_log_probs=is_there)
+        assert (skyrl.LOG_PROBS in entries) == is_there
+    with pytest.raises(TypeError, match="it is no policy loss"):
+        entries[skyrl.LOG_PROBS]()
+
+
 # SkyRL's own code
 
 
@@ -157,3 +172,40 @@ def test_skyrls_own_trainer_weighs_trajectories_of_several_rows_once():
     """FB-141: through its batch, its padding and its scaled advantages, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) by hand."""
     (found,) = run_ranks(errors_of_trajectories, 1, use_megatron=False, timeout=300)
     assert len(found) == 22 and max(found.values()) <= 1e-6, found  # float32 numbers against a float64 step
+
+
+def calls_of_skyrl(rank: int) -> None:
+    """SkyRL's functions of packed rows with its autograd functions and with ours."""
+    module, group = SKYRL.load(skyrl_head.MODULE), resolve_groups().tp
+    alone = [torch.distributed.new_group([each]) for each in range(group.size())][rank]
+    rows, width, columns, size = 2, 8, 20, 6
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, columns, (1, rows * width), generator=generator)
+    hidden, weight = (torch.randn(each, size, generator=generator) for each in (rows * width, columns))
+    shard = columns // group.size()
+    bounds = torch.tensor([0, width, 2 * width], dtype=torch.int32)
+    place = {"vocab_start_index": rank * shard, "vocab_end_index": (rank + 1) * shard, "cp_group": alone, "group": group}
+
+    def values_and_gradients(source: str) -> list[torch.Tensor]:
+        leaves = [hidden[None].clone().requires_grad_(), weight.chunk(group.size())[rank].clone().requires_grad_()]
+        if source == "logits":
+            leaves = [(hidden @ weight.T)[None].chunk(group.size(), -1)[rank].clone().requires_grad_()]
+        given = leaves if source == "hidden" else [leaves[0] * 1.0]
+        function = vars(module)[f"from_parallel_{source}_to_logprobs_packed_sequences"]
+        values = function(*given, tokens, bounds, width, **place, chunk_size=3)
+        (values * torch.linspace(-1, 1, values.numel()).view_as(values)).sum().backward()
+        return [values.detach(), *(leaf.grad for leaf in leaves)]
+
+    theirs = [values_and_gradients(source) for source in ("logits", "hidden")]
+    own_log_probs.install("SkyRL")
+    for source, expected in zip(("logits", "hidden"), theirs, strict=True):
+        for ours, own in zip(values_and_gradients(source), expected, strict=True):
+            assert ours.shape == own.shape and relative(ours, own) < 1e-5, source  # sums of 20 columns in two orders
+    assert hasattr(module._fused_lm_head_logprob_apply, log_probs.MARK)
+
+
+@pytest.mark.host("SKYRL_ROOT")
+@pytest.mark.megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_skyrl_has_its_own_numbers_by_our_functions(tp):
+    run_ranks(calls_of_skyrl, tp, tensor_model_parallel_size=tp)
