@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import signal
 import time
-from unittest import mock
 
 import pytest
 from helpers import pool_of
-from trainer_cases import run_loop
 
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.train.loop import Start
-from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.watchdog import WatchdogState, look, watch
 
@@ -76,7 +71,6 @@ SILENT = HEALTHY | {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
     ("before", "reward", "said"),
     [
         pytest.param([0.1, 0.4], 0.2, "reward 0.200, best of the run 0.400", id="collapsed"),
-        pytest.param([0.0], 0.0, "reward 0.000, best of the run 0.000", id="nothing is ever right"),
         pytest.param([0.1, 0.9], 1.0, None, id="solved"),
     ],
 )
@@ -117,10 +111,8 @@ SAMPLERS = [
     # Mean and KL of d = log pi - log mu, over 400 tokens of 500 logits each of deviation 3, where two engines differ by 0.02;
     # whether each d is the logarithm of one mass.
     pytest.param(-0.2125, 0.0214, True, id="FB-114 top-p 0.8"),
-    pytest.param(-0.0502, 0.00142, True, id="FB-114 top-p 0.95"),
     pytest.param(0.0003, 0.0002, False, id="top-p 0.8, scored over the whole vocabulary"),
     pytest.param(-0.2851, 0.2607, False, id="temperature 0.6"),
-    pytest.param(-0.1275, 0.1295, False, id="temperature 1.3"),
     pytest.param(-0.4124, 0.3534, False, id="a policy that has moved"),
 ]
 
@@ -140,13 +132,6 @@ def test_the_kept_mass_is_told_from_noise_temperature_and_another_policy(mean, k
         assert f"by a mass of {math.exp(mean):.2f}" in line and "sample with top_p 1, top_k -1 and min_p 0" in line
 
 
-def messages_of(action) -> list[str]:
-    messages = []
-    with mock.patch.object(logging.getLogger("megatron_rl.train.watchdog"), "warning", messages.append):
-        action()
-    return messages
-
-
 def test_a_restart_neither_forgets_nor_repeats():
     """The state goes through a checkpoint, whose lists may come back for tuples: 12 + 8 silent steps are 20."""
     start, warned, silent = Start(), [], SILENT | {"rollout/reward": 0.0}
@@ -164,70 +149,17 @@ def test_a_restart_neither_forgets_nor_repeats():
 BAD = HEALTHY | {"policy/ratio_new_old": 0.3, "policy/num_phantom_tokens": 2.0}
 
 
-def test_warn_speaks_on_the_first_rank_raise_stops_every_rank_and_off_looks_at_nothing():
+def test_warn_speaks_on_the_first_rank_raise_stops_every_rank_and_off_looks_at_nothing(caplog):
     """All findings in one error."""
     state = WatchdogState()
     for watchdog, speaks, number in (("warn", True, 2), ("warn", False, 0), ("off", True, 0)):
-        assert len(messages_of(lambda w=watchdog, s=speaks: look(w, state, 1, BAD, speaks=s))) == number
+        caplog.clear()
+        look(watchdog, state, 1, BAD, speaks=speaks)
+        assert len(caplog.records) == number
     assert look("off", state, 1, BAD, speaks=True) is state
     for speaks in (True, False):
         with pytest.raises(DataError, match="mean importance ratio 0.300(.|\n)*2 phantom tokens"):
             look("raise", state, 1, BAD, speaks=speaks)
-
-
-def sharpen(trainer) -> None:
-    """A policy that knows what it wants, as a trained one: a fresh one gives every token the same, at any temperature."""
-    for name, parameter in trainer.model.named_parameters():
-        if "output_layer" in name or "word_embeddings" in name:
-            parameter.data.mul_(10.0)
-    trainer.optimizer.reload_model_params()
-
-
-def sharp_run_on_rank(rank, output_dir, config, options):
-    return messages_of(lambda: run_loop(output_dir, config, {"steps_per_rollout": 1, **options}, on_trainer=sharpen))
-
-
-@pytest.fixture(scope="module")
-def sharp(pool, tmp_path_factory):
-    """A rollout of 32 samples of a sharp policy with its log-probabilities."""
-    path = tmp_path_factory.mktemp("sharp") / "r.jsonl"
-    options = {"num_rollouts": 1, "save_rollouts": str(path)}
-    config = PolicyLossConfig(samples_per_prompt=8)
-    assert pool.run(sharp_run_on_rank, path.parent / "out", config, options, world_size=1) == [[]]
-    return next(load_rollouts(path))
-
-
-CASES = {
-    # settings, old log-probabilities of a sample
-    "healthy": ({}, lambda sample: sample.old_log_probs),
-    "half": ({"policy_temperature": 0.5}, lambda sample: sample.old_log_probs),
-    "double": ({"policy_temperature": 2.0}, lambda sample: sample.old_log_probs),
-    "shifted": ({}, lambda sample: [*sample.old_log_probs[1:], sample.old_log_probs[0]]),
-    "placeholder": ({}, lambda sample: [0.0, *sample.old_log_probs[1:]] if sample.index == 3 else sample.old_log_probs),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "docs_per_step", "names"),
-    [("grpo", None, ("healthy", "half", "placeholder")), ("gspo", 16, ("healthy", "double", "shifted", "placeholder"))],
-    ids=["grpo, rollouts", "gspo, documents"],
-)
-def test_a_replay_of_rollouts_that_do_not_fit_is_noticed(pool, sharp, tmp_path, loss, docs_per_step, names):
-    """FB-39: half and double the temperature leave a mean ratio near 1, its expectation over samples of the old policy; a
-    shift by a token leaves GSPO's ratios as they are. On two ranks: the first one speaks."""
-    for name in names:
-        settings, old_log_probs = CASES[name]
-        samples = [dataclasses.replace(sample, old_log_probs=old_log_probs(sample)) for sample in sharp.samples]
-        path = tmp_path / f"{name}.jsonl"
-        save_rollouts(path, dataclasses.replace(sharp, samples=samples))
-        config = PolicyLossConfig(policy_loss=loss, samples_per_prompt=8, docs_per_step=docs_per_step, **settings)
-        first, other = pool.run(sharp_run_on_rank, tmp_path / name, config, {"rollouts": str(path)})
-        assert other == [] and bool(first) == (name != "healthy"), (name, first)
-        if name == "placeholder":
-            assert len(first) == 1 and first[0].startswith("1 phantom tokens at the first step")
-        elif first:
-            assert any("--policy-temperature" in line for line in first)
 
 
 # How a run ends
@@ -266,17 +198,13 @@ REWARDS = [0.9, 0.9, 0.9, 0.9, 0.2, 1.0, 1.0, 1.0]
 REACHED, LAST = "mean reward 0.800 of the last 5 rollouts reached the target", [0.9, 0.9, 0.2, 1.0, 1.0]
 RESUMED = {"target_reward": 0.79, "recent_rewards": [0.7, 0.9, 0.9, 0.2, 1.0]}
 AT_TARGET = {"target_reward": 0.8, "recent_rewards": [0.8] * 4}
-EQUAL = {"target_reward": 0.5, "recent_rewards": [0.1, 0.5, 0.5, 0.5]}
 INT, TERM = signal.SIGINT, signal.SIGTERM
 ENDS = [
     # signals of the ranks, rewards, settings, (rollout, reason, exit code, rewards kept)
     pytest.param((0, INT), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGINT", 130, [0.1, 0.2]), id="Ctrl-C reached one rank alone"),
-    pytest.param((TERM, 0), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGTERM", 143, [0.1, 0.2]), id="SIGTERM on the other"),
     pytest.param((INT, TERM), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGTERM", 143, [0.1, 0.2]), id="unlike signals: one answer"),
     pytest.param((0, 0), REWARDS, {"target_reward": 0.79}, (6, REACHED, 0, LAST), id="the target is a mean of five"),
-    pytest.param((0, 0), REWARDS[:4], {"target_reward": 0.1}, (None, None, 0, [0.9] * 4), id="no mean before five"),
     pytest.param((0, 0), [1.0], RESUMED, (0, REACHED, 0, LAST), id="FB-90 rewards before a resume count"),
-    pytest.param((INT, 0), [0.5] * 2, EQUAL, (1, "stopped by SIGINT", 130, [0.5] * 5), id="a signal comes before the target"),
     pytest.param((0, 0), [0.8], AT_TARGET, (0, REACHED, 0, [0.8] * 5), id="the target itself is enough"),
 ]
 
