@@ -2,7 +2,6 @@
 
     python tests/mutants.py                                     # the whole list, on two processes
     python tests/mutants.py losses/ weights.py                  # the mutants of these paths
-    python tests/mutants.py --propose 12 --seed 3 losses/       # twelve more for the list, drawn with this seed
     python tests/mutants.py --killed-by tests/test_watchdog.py  # those that this file has killed, judged by the others
 
 tests/mutants.txt has a block for each mutant: the file, `- ` the line as it is, `+ ` the line as it becomes, `= ` why no test can
@@ -14,18 +13,15 @@ likely first; the first that fails ends the question. The suite does not run thi
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
 import fcntl
 import os
-import random
 import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -182,106 +178,6 @@ def record(mutant: Mutant, killer: str) -> None:
         file.truncate()
 
 
-def source(path: str) -> str:
-    return (ROOT / "megatron_rl" / path).read_text(encoding="utf-8")
-
-
-OPERATORS = (ast.BinOp, ast.BoolOp, ast.Compare, ast.UnaryOp, ast.Attribute, ast.Subscript)
-
-
-class Changes(ast.NodeVisitor):
-    """(node, what stands in its place) for what may be changed: code of functions, but not what only words a message."""
-
-    COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
-    COMPARED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
-    COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-    CALLED = {"min": "max", "max": "min", "amin": "amax", "amax": "amin", "minimum": "maximum", "maximum": "minimum"}
-    DROPPED = {"detach", "clamp", "float", "double", "to", "contiguous", "clone", "abs", "exp"}
-
-    def __init__(self) -> None:
-        self.found: list[tuple[ast.AST, ast.AST, bool]] = []  # node, its substitute, whether that needs parentheses
-        self.depth = 0
-        self.is_operand = False
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.depth += 1
-        for statement in node.body:
-            self.visit(statement)
-        self.depth -= 1
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for statement in node.body:
-            self.visit(statement)
-
-    def ignore(self, node: ast.AST) -> None:
-        pass
-
-    visit_Raise = visit_JoinedStr = visit_Assert = visit_AnnAssign = ignore
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if not isinstance(node.value, ast.Constant):
-            self.generic_visit(node)
-
-    def put(self, node: ast.AST, **fields: object) -> None:
-        other = copy.deepcopy(node)
-        for name, value in fields.items():
-            setattr(other, name, value)
-        self.found.append((node, other, self.is_operand))
-
-    def generic_visit(self, node: ast.AST) -> None:
-        if self.depth:
-            self.change(node)
-        was_operand, self.is_operand = self.is_operand, isinstance(node, OPERATORS)
-        super().generic_visit(node)
-        self.is_operand = was_operand
-
-    def change(self, node: ast.AST) -> None:
-        match node:
-            case ast.Compare(ops=[op]) if type(op) in self.COMPARED:
-                self.put(node, ops=[self.COMPARED[type(op)]()])
-            case ast.BinOp(op=op) if type(op) in self.COMPUTED:
-                self.put(node, op=self.COMPUTED[type(op)]())
-            case ast.BoolOp(op=op):
-                self.put(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
-            case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
-                self.found.append((node, operand, self.is_operand))
-            case ast.Constant(value=bool(value)):
-                self.put(node, value=not value)
-            case ast.Constant(value=int(value) | float(value)):
-                self.put(node, value=value + 1)
-            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in self.DROPPED:
-                self.found.append((node, value, self.is_operand))
-            case ast.Call(func=ast.Attribute(attr=name) as function) if name in self.CALLED:
-                self.put(node, func=ast.Attribute(function.value, self.CALLED[name], ast.Load()))
-            case ast.Call(func=ast.Name(id=name)) if name in self.CALLED:
-                self.put(node, func=ast.Name(self.CALLED[name], ast.Load()))
-            case ast.Call(func=ast.Attribute(attr="where"), args=[condition, first, second]):
-                self.put(node, args=[condition, second, first])
-            case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name.startswith("all_reduce"):
-                self.found.append((node, first, self.is_operand))
-
-
-def proposals(path: str) -> Iterator[Mutant]:
-    text = source(path)
-    lines, changes = text.split("\n"), Changes()
-    changes.visit(ast.parse(text))
-    for node, other, is_operand in changes.found:
-        line = lines[node.lineno - 1]
-        if node.end_lineno != node.lineno or not line.isascii() or sum(line.strip() == each.strip() for each in lines) > 1:
-            continue
-        words = f"({ast.unparse(other)})" if is_operand and isinstance(other, OPERATORS) else ast.unparse(other)
-        yield Mutant(path, line.strip(), (line[: node.col_offset] + words + line[node.end_col_offset :]).strip())
-
-
-def propose(paths: list[str], count: int, seed: int) -> list[Mutant]:
-    package = ROOT / "megatron_rl"
-    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
-    known = {(mutant.path, mutant.new) for mutant in read_list()} if LIST.exists() else set()
-    chosen = [name for name in names if any(name.startswith(path) for path in paths)]
-    drawn = [m for name in chosen for m in dict.fromkeys(proposals(name)) if (m.path, m.new) not in known and m.new != m.old]
-    return sorted(random.Random(seed).sample(drawn, min(count, len(drawn))), key=lambda m: m.path)
-
-
 def judge(mutant: Mutant, without: Sequence[str], folder: Path, log: Path) -> str:
     """The first test that fails, or "" where all pass. The folder is a copy of the checkout of its own."""
     path = folder / "megatron_rl" / mutant.path
@@ -395,15 +291,10 @@ def run(mutants: list[Mutant], without: Sequence[str], processes: int, is_record
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", default=[""], help="within megatron_rl/; all without one")
-    parser.add_argument("--propose", type=int, metavar="COUNT", help="print so many new blocks for the list, and run nothing")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--record", action="store_true", help="run those that no file has killed, and write who kills them")
     parser.add_argument("--killed-by", nargs="+", default=[], metavar="FILE", help="what these have killed, judged by others")
     args = parser.parse_args()
-    if args.propose:
-        print("\n".join(map(str, propose(args.paths, args.propose, args.seed))))
-        return 0
     named = {test_file(name) for names in JUDGES.values() for name in names.replace("|", " ").split()}
     if gone := sorted(name for name in named if not (ROOT / name).exists()):
         print("these files of JUDGES do not exist and are not asked:", *gone)

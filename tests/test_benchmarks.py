@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 import benchmarks.__main__ as command
 from benchmarks import measure as harness
-from benchmarks import peers, providers, report, targets
+from benchmarks import providers, report, targets
 from benchmarks.measure import (
     ERROR,
     FAIL,
@@ -33,7 +32,6 @@ from benchmarks.problems import CASES, BenchmarkCase, HeadProblem, Inputs, Probl
 from benchmarks.providers import FUSED, OURS, THREE_MATMULS, UNFUSED
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDED = sorted((ROOT / "benchmarks/recorded").glob("*.json"))
 CPU = torch.device("cpu")
 LOSSES = [case for case in CASES["losses"]["cpu"] if case.kind == "loss"]
 HEAD = BenchmarkCase(80, 304, 16, dtype=torch.float32)
@@ -141,9 +139,7 @@ LOGITS_CASE, HEAD_CASE = BenchmarkCase(128, 20000), BenchmarkCase(160, 4000, 32)
 @pytest.mark.parametrize(
     ("case", "change", "found"),
     [
-        pytest.param(LOGITS_CASE, lambda p, r: replace(r, loss=r.loss * 1.001), "loss", id="loss off by a thousandth"),
         pytest.param(LOGITS_CASE, too_much_softmax, "gradient off the label", id="softmax a tenth too large"),
-        pytest.param(LOGITS_CASE, lambda p, r: r.gradients[0][1, 3:4].fill_(torch.nan), "gradient", id="an element unwritten"),
         pytest.param(HEAD_CASE, too_much_off_the_labels, "dW off the labels", id="probabilities a tenth too large in dW"),
         pytest.param(replace(HEAD_CASE, dtype=torch.float32), lambda p, r: r.gradients[0].mul_(1.0001), "dX", id="float32 limit"),
     ],
@@ -179,20 +175,6 @@ def test_every_head_of_the_package_passes_on_each_kind_of_case(case, monkeypatch
     rows = measured(case, [*providers.head_providers(case, "cuda"), providers.unfused("copy", inplace=False)])
     assert {name: row.detail for name, row in rows.items() if row.status != OK} == {}
     assert [check.name for check in rows[FUSED].checks] == ["loss", "log_prob", "dX", "dW", "dW off the labels"]
-
-
-# Peers
-
-
-def test_missing_peers_are_rows_that_say_how_to_add_them(monkeypatch):
-    found, absent = importlib.util.find_spec, {"liger_kernel", "fast_llm", "verl", "megatron"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else found(name, *rest))
-    monkeypatch.setattr(peers, "needs_cuda", lambda problem: None)
-    rows = [*measured(HEAD, peers.head_peers(HEAD)).values(), *measured(LOSSES[0], peers.loss_peers()).values()]
-    assert {row.status for row in rows} == {NOT_INSTALLED} and len(rows) == 8
-    details = " ".join(row.detail for row in rows)
-    words = ("--peer fast_llm=PATH", "--peer verl=PATH", "pip install liger-kernel", "pip install megatron-core")
-    assert [word for word in words if word not in details] == []
 
 
 # Time
@@ -286,32 +268,10 @@ def test_the_tables_hold_the_numbers_of_the_json(arguments, section, tmp_path, c
         assert of[THREE_MATMULS]["over_three_matmuls"] == 1.0 and of[UNFUSED]["memory_over_unfused"] == 1.0
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_a_recorded_file_is_shown(path, capsys):
-    assert command.main(["show", str(path)]) == 0
-    assert "NVIDIA H100 80GB HBM3" in capsys.readouterr().out
-
-
-def test_the_time_limit_names_what_was_not_measured(capsys):
-    assert command.main([*TINY, "--provider", "ours, torch", "--time-limit", "1e-9"]) == 1
-    assert "NOT COMPLETE: --time-limit 1e-09: 2 of 2 cases were not started" in capsys.readouterr().out
-
-
-def test_one_of_ours_that_fails_ends_with_an_error(monkeypatch, capsys):
-    broken = Provider("ours", raising(RuntimeError("no")), is_ours=True)
-    monkeypatch.setattr(providers, "loss_providers", lambda kind: [broken])
-    assert command.main([*TINY[:5], "--case", "V 512", "--provider", "ours"]) == 1
-    assert "error: RuntimeError: no" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["losses", "--device", "cuda"], "torch finds no CUDA device here"),
-        (["losses", "--device", "cpu", "--case", "T 5"], "it has:\n  gspo T 96, V 1000"),
-        (["losses", "--peer", "fast_llm=/nowhere"], "holds no folder fast_llm"),
-        (["losses", "--peer", "liger=/x"], "NAME one of fast_llm, miles"),
-        (["head", "--device", "cpu", "--shape", "64,8"], "must be T,H,V: whole numbers"),
         (["head", "--device", "cpu", "--shape", "8,8,70"], "at least two tokens for each of eight documents"),
     ],
 )

@@ -79,20 +79,12 @@ def test_a_sound_machine_has_no_problem_whatever_it_lacks(facts):
     assert {row.status for row in findings(facts)} <= {"ok", "absent"}
 
 
-NO_DRIVER = {"has_cuda": False, "cuda_error": "The NVIDIA driver on your system is too old"}
-CONTRACT = {**HERE, "version": "0.16.1", "contract": "a 3-tuple means"}  # Megatron's own words
 SICK = [
     # what differs, the row's subject, and its text
-    (CPU_MACHINE, {"psutil": ABSENT}, "psutil", "Megatron's checkpoints hang without it"),
     (CPU_MACHINE, {"megatron": BROKEN}, "megatron", "broken import: OSError: y"),
     (CPU_MACHINE, {"megatron": {"ratio": 0.5}}, "schedule", "gradient x 0.5 of the step's"),
-    (CPU_MACHINE, {"megatron": CONTRACT}, "schedule", "a 3-tuple means"),
-    (CPU_MACHINE, {"torch": BROKEN}, "torch", "broken import: OSError: y"),
-    (CPU_MACHINE, {"python": {"version": "3.10.12"}}, "python", "3.11 or later"),
     (CPU_MACHINE, {"machine": {"has_nvidia_device": True}}, "cuda", "install a CUDA build"),
     (GPU_MACHINE, {"triton": ABSENT}, "triton", "auto refuses CUDA without it"),
-    (GPU_MACHINE, {"torch": {"has_nccl": False}}, "nccl", "cannot talk"),
-    (GPU_MACHINE, {"torch": NO_DRIVER}, "cuda", "cannot use it: The NVIDIA driver on"),
 ]
 
 
@@ -103,19 +95,9 @@ def test_a_sick_machine_is_told_what_is_broken(base, changes, subject, text):
     assert row.subject == subject and text in row.text
 
 
-ODD = [
-    (CPU_MACHINE, {"torch": {"version": "2.7.1+cpu"}}, "torch", "2.7.1+cpu is none of 2.8, 2.9, 2.10"),
-    (CPU_MACHINE, {"transformer_engine": BROKEN}, "transformer engine", "broken import: OSError: y"),
-    (GPU_MACHINE, {"torch": {"rocm_build": "7.1"}}, "cuda", "ROCm 7.1: no kernels"),
-]
-
-
-@pytest.mark.parametrize(("base", "changes", "subject", "text"), ODD, ids=[next(iter(row[1])) for row in ODD])
-def test_what_is_odd_is_a_note_and_no_problem(base, changes, subject, text):
-    rows = findings(machine(base, **changes))
-    assert PROBLEM not in [row.status for row in rows]
-    (row,) = [row for row in rows if row.status == NOTE]
-    assert row.subject == subject and row.text.startswith(text)
+def test_what_is_odd_is_a_note_and_no_problem():
+    rows = findings(machine(GPU_MACHINE, torch={"rocm_build": "7.1"}))
+    assert [row.status for row in rows if row.status in (PROBLEM, NOTE)] == [NOTE]
 
 
 # Looking at this machine
@@ -153,31 +135,6 @@ def test_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages):
     assert facts["flash_attn"]["state"] == "broken" and "flash_attn_2_cuda.so: file too short" in facts["flash_attn"]["error"]
     assert facts["psutil"]["error"] == "its import ended the process with -9: no message"
     assert facts["triton"]["state"] == "here"
-
-
-FAKE_TORCH = """
-__version__ = "2.1.0+cu118"
-class version: cuda, hip = "11.8", None
-class cuda:
-    is_available = device_count = lambda: 0
-def ones(size, device): raise RuntimeError("The NVIDIA driver on your system is too old (found version 10020).\\nUpdate it.")
-"""
-FAKE_DISTRIBUTED = "is_available = is_nccl_available = is_gloo_available = lambda: True\n"
-
-
-def test_what_a_torch_cannot_use_is_found_out(fake_packages):
-    """One without a driver imports, and fails later."""
-    torch = fake_packages({"torch/__init__.py": FAKE_TORCH, "torch/distributed.py": FAKE_DISTRIBUTED})["torch"]
-    assert torch["cuda_build"] == "11.8" and not torch["has_cuda"] and not torch["has_nccl"]
-    assert torch["cuda_error"] == "The NVIDIA driver on your system is too old (found version 10020)."
-
-
-def test_imports_that_hang_share_one_limit(fake_packages, monkeypatch):
-    """Either would answer after 2.3 seconds, the second within a limit of its own."""
-    monkeypatch.setattr(probes, "SECONDS", 2.0)
-    slow = "import time; time.sleep(2.3)"
-    facts = fake_packages({"psutil/__init__.py": slow, "apex/__init__.py": slow})
-    assert facts["psutil"] == facts["apex"] == {"state": "broken", "error": "its import hangs: no answer in 2 s"}
 
 
 @pytest.mark.megatron
