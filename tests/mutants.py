@@ -178,6 +178,10 @@ def record(mutant: Mutant, killer: str) -> None:
         file.truncate()
 
 
+def source(path: str) -> str:
+    return (ROOT / "megatron_rl" / path).read_text(encoding="utf-8")
+
+
 def judge(mutant: Mutant, without: Sequence[str], folder: Path, log: Path) -> str:
     """The first test that fails, or "" where all pass. The folder is a copy of the checkout of its own."""
     path = folder / "megatron_rl" / mutant.path
