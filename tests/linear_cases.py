@@ -133,6 +133,22 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got.cpu().double() - want.cpu().double()).abs().max()) / (largest or 1.0) if want.numel() else 0.0
 
 
+class LargestNewTensor(TorchDispatchMode):
+    """Elements of each tensor that an operation makes, views and in-place results left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        old = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in old:
+                self.sizes.append((tensor.numel(), tensor.dtype))
+        return result
+
+
 class Seen(TorchDispatchMode):
     """Records rows of each matmul of a [T, H] x [V, H] head, and the bytes of live tensors that are as wide as the vocabulary."""
 

@@ -166,19 +166,6 @@ def outside(batch, logits):
 
 BAD_SETS = {
     "no ids": (REPLAYED, without(KEYS["miles"][0]), f"no '{KEYS['miles'][0]}', which --sampling-support replay needs: this host"),
-    "fewer lists": (REPLAYED, fewer(KEYS["miles"][0]), "5 rollout_sampling_mask_ids for 6 samples"),
-    "a sample without": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (None, offsets))),
-        r"rollout_sampling_mask_ids\[0\] of the host's batch is None: with --sampling-support replay each sample needs",
-    ),
-    "short offsets": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids, offsets[:-1]))),
-        r"rollout_sampling_mask_offsets\[0\] .* has 5 offsets, and its response of 5 tokens needs 6",
-    ),
-    "an empty set": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[3:], (offsets - 3).clamp(min=0)))),
-        r"token 0 \(sample 0 of the micro-batch\) is trained and its set is empty",
-    ),
     "padding in a set": (
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids.index_fill(0, torch.tensor([2]), -1), offsets))),
         r"token 0 \(sample 0 .*\) has the ids -1, .*: they must be distinct and in \[0, 8\)",
@@ -187,10 +174,6 @@ BAD_SETS = {
     "the sets of other tokens, slime": (
         *(REPLAYED_BY_SLIME, lambda batch, logits: [tokens.add_(1).remainder_(8) for tokens in batch["unconcat_tokens"]] and None),
         "took the id .* which is not among its",
-    ),
-    "the sets of another host": (
-        *(REPLAYED, lambda batch, logits: batch.update({KEYS["slime"][0]: [[1]]})),
-        f"has '{KEYS['slime'][0]}': .*the whole vocabulary; sample with",
     ),
     "sets, and no flag": (
         *(Case(), lambda batch, logits: batch.update({KEYS["miles"][0]: [[1]]})),

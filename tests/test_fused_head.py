@@ -12,8 +12,6 @@ import torch
 from helpers import error_of, pool_of
 from test_forward_step import SeenShapes
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
     CP,
@@ -324,11 +322,6 @@ def with_bias(model):
     model.output_layer.bias = nn.Parameter(torch.zeros(VOCABULARY))
 
 
-def sharded(model):
-    """torch's FSDP2, which frees the weight of the output layer after the layer's forward."""
-    fully_shard(model.output_layer, mesh=init_device_mesh("cpu", (1,)))
-
-
 def wrapped_on_rank(rank, around, change):
     """(what running the model says, whether the layer is its own again, whether its logits are)."""
     model = small_model()
@@ -344,12 +337,10 @@ def wrapped_on_rank(rank, around, change):
 WRAPPED = {
     "changes the logits afterwards (a scale or a soft cap)": (lambda module, *inputs: 0.5 * module(*inputs), None),
     "calls its output layer 2 times": (called_twice, None),
-    "calls its output layer 0 times": (lambda module, *inputs: torch.zeros(1, requires_grad=True), None),
     "activation recomputation around the output layer": (recomputed, None),
     "RuntimeError: after the head": (failing, None),
     "asked to gather logits over tp": (lambda module, *inputs: module(*inputs, runtime_gather_output=True), None),
     "ConfigError: --fused-lm-head-loss with a bias in the output layer": (as_it_is, with_bias),
-    "with FSDP: the weight of the output layer is whole within the layer's own forward alone": (as_it_is, sharded),
 }
 
 

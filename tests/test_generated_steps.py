@@ -279,7 +279,7 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: P
             loss = loss / num_tokens / number if not case.is_per_token else loss  # as Megatron's schedule
             answer.num_tokens += num_live
         loss.backward()
-        assert case.door.head == "hidden" or num_calls(own.cp, own.tp) == ends, "no collective in a backward"
+        assert num_calls(own.cp, own.tp) == ends, "no collective in a backward"
         collect(answer, batch, output, leaves, (first, last))
         if output.metrics is not None:
             statistics.append(output.metrics)
@@ -304,12 +304,16 @@ def check_collectives(batch: Microbatch, begins: list[int]) -> None:
     """FB-27: one all-reduce of [N, k <= 7] over cp, before it one of [N, k <= 3] for the sums of a correction, after it one of [N]
     where results of means are counted; one all-gather over tp, and with sets of ids one for the entropy."""
     case, size = batch.case, len(batch.samples)
-    if case.door.head == "hidden":
-        return
     over_cp, over_tp = (
         [call for call in (group.calls[first:] if group.size() > 1 else []) if call[1] != (MESSAGE_BYTES,)]
         for group, first in zip((batch.groups.cp, batch.groups.tp), begins, strict=True)
     )
+    if case.door.head == "hidden":  # one a bin of documents, and a gather of [rows, 3 or 4] a chunk, with one reduction of dX
+        assert all(shape[0] == size and math.prod(shape[1:]) <= 7 for _, shape in over_cp), over_cp
+        kinds = [kind for kind, _ in over_tp]
+        is_parallel = case.door.option == "sequence parallel"
+        assert kinds.count("reduce_scatter") == is_parallel and kinds.count("all_reduce") <= len(kinds) // 2 * (not is_parallel)
+        return
     correction, reads_means = CorrectionSettings.of(config_of(case)), "mean_log_ratio" in get_policy_loss(case.loss).needs
     reads_sums = correction.is_on and (correction.level != "token" or correction.sequence_delta is not None)
     widths = ([3] * reads_sums + [7] + [1] * reads_means) * (batch.groups.cp.size() > 1)

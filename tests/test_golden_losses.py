@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_batch, with_gradient
-from loss_backends import LOSSES, TORCH
 from torch import Tensor
 
 from megatron_rl.declare import get_policy_loss
@@ -209,39 +207,6 @@ def test_value_and_derivative_of_an_estimator_are_those_by_hand(estimator):
     torch.testing.assert_close(value, torch.tensor(ESTIMATES[estimator][0], dtype=torch.float64), rtol=1e-9, atol=1e-12)
     # Six decimals were written down.
     torch.testing.assert_close(derivative, torch.tensor(ESTIMATES[estimator][1], dtype=torch.float64), rtol=0, atol=5e-7)
-
-
-# Estimator, loss -> whether value and gradient are those of the KL in expectation: on-policy, and over another sampler.
-IN_EXPECTATION = {
-    ("k1", "grpo"): ((True, False), (False, False)),
-    ("k2", "grpo"): ((False, True), (False, False)),
-    ("k3", "grpo"): ((True, False), (False, False)),
-    ("k3+", "grpo"): ((True, True), (False, False)),
-    ("unbiased", "grpo"): ((True, True), (True, True)),
-    ("unbiased", "gspo"): ((True, True), (True, True)),  # FB-117: a sample of one token; its own ratio
-}
-
-
-@pytest.mark.parametrize(("estimator", "name"), IN_EXPECTATION)
-def test_enumeration_shows_what_each_estimator_has(estimator, name):
-    """Each token of a vocabulary of 7 once, weighed by the probability that it is sampled with."""
-    generator = torch.Generator().manual_seed(0)
-    logits, reference, sampler = torch.log_softmax(torch.randn(3, 7, generator=generator, dtype=torch.float64), -1)
-    (value, gradient), found = with_gradient(lambda x: kl_of(torch.log_softmax(x, 0), reference), logits), []
-    for sampled_by in (logits, sampler):
-        batch = random_batch([1] * 7, num_masked=(0,) * 7, vocab_size=7)
-        batch.logits[:], batch.labels[:], batch.advantages[:] = logits, torch.arange(7), 0.0
-        batch.old_log_probs[:] = sampled_by
-        options = {"kl_coefficient": 1.0, "ref_log_probs": reference, "regularizer_weights": sampled_by.exp()}
-        output, by_logits = TORCH.run(LOSSES[name], batch, advantages_per="sample", kl_estimator=estimator, **options)
-        gaps = [abs(float(output.loss - value)), float((by_logits.sum(0) - gradient).abs().max())]
-        assert all(gap < 1e-12 or gap > 1e-2 for gap in gaps), gaps  # float64
-        found.append(tuple(gap < 1e-12 for gap in gaps))
-    assert tuple(found) == IN_EXPECTATION[estimator, name]
-
-
-def kl_of(log_probs: Tensor, reference: Tensor) -> Tensor:
-    return (log_probs.exp() * (log_probs - reference)).sum()
 
 
 # What follows runs code of checkouts: functions are taken out of their files, and nothing is imported.

@@ -10,7 +10,6 @@ from functools import cache
 import mutants
 import pytest
 import torch
-import weight
 
 COLLECTIVES = frozenset(
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
@@ -138,40 +137,3 @@ def test_each_mutant_has_its_line_once():
     """So a change of the package renews its rows: `python tests/mutants.py` reads the same list."""
     for mutant in mutants.read_list():
         mutant.applied(mutants.source(mutant.path))
-
-
-# Weight
-
-HEAVIER = "megatron_rl/ops weighs 8, 2 more than its figure 6 in tests/weight.toml; take something away, or raise the figure"
-# area, =, length, *, width and f"...": six tokens, on each version of Python.
-SIX = 'area = length * width  # a comment\nf"{area} of {length:{width}}"\n'
-
-
-@pytest.fixture
-def project(tmp_path):
-    """A project of one module with six tokens and of empty texts, whose figures are written."""
-    for name in ("megatron_rl/ops/area.py", "tests/weight.toml", "docs/index.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "tests/weight.toml").unlink()
-    (tmp_path / "megatron_rl/ops/area.py").write_text(SIX)
-    assert weight.main(["--write"], tmp_path) == 0
-    return tmp_path
-
-
-def figures_of(project) -> dict:
-    return {name: figure for name, figure in weight.read_figures(project / "tests/weight.toml").items() if figure}
-
-
-def test_a_token_above_the_figure_is_refused_and_never_written(project, capsys):
-    assert figures_of(project) == {"megatron_rl/ops": 6}
-    (project / "megatron_rl/ops/more.py").write_text("-1\n")
-    for arguments in ([], ["--write"]):
-        assert weight.main(arguments, project) == 1
-        assert HEAVIER in capsys.readouterr().out
-    assert figures_of(project) == {"megatron_rl/ops": 6}
-
-
-def test_comments_docstrings_and_layout_weigh_nothing(project):
-    (project / "megatron_rl/ops/area.py").write_text(f'"""A docstring."""\n\n# A comment.\n{SIX}')
-    assert weight.main([], project) == 0

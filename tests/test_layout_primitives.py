@@ -15,7 +15,7 @@ from helpers import error_of, zigzag
 from trainer_cases import CP, PP, TP
 
 from megatron_rl.count import count_step
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import (
     local_cu_seqlens,
     local_positions,
@@ -247,15 +247,6 @@ def test_one_process_without_megatron_is_a_single_rank_whose_collectives_do_noth
     assert (groups.tp.size(), groups.tp.rank(), repr(groups.dp)) == (1, 0, "SINGLE")
     assert all_gather_stack(values, SINGLE).tolist() == [[1.0, 2.0]]
     assert all(f(values, SINGLE) is values for f in (all_reduce_sum, all_reduce_max, broadcast_from_last))
-
-
-def test_an_explicit_group_wins_and_what_is_no_group_is_refused():
-    given = SimpleNamespace(size=lambda: 4, rank=lambda: 2)
-    assert resolve_group(given, "tp") is given
-    with pytest.raises(ConfigError, match="group name 'xp' is not one of"):
-        resolve_group(None, "xp")
-    with pytest.raises(ConfigError, match=r"tp_group=\[0, 1\] is not a process group"):
-        resolve_group([0, 1], "tp")
 
 
 def test_a_models_own_groups_are_found_through_its_wrappers():

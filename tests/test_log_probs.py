@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import KERNEL_DEVICE, loop_entropy, loop_log_probs
-from linear_cases import dense_scores
+from linear_cases import LargestNewTensor, dense_scores
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.layout.agreement import MESSAGE_BYTES
-from megatron_rl.ops.backends import rows_overlap, why_triton_is_missing
+from megatron_rl.ops.backends import why_triton_is_missing
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.log_probs_torch import CPU_CHUNK_BYTES
 
@@ -304,14 +303,6 @@ def test_inplace_in_columns_that_do_not_lie_side_by_side(backend):
     torch.testing.assert_close(logits.grad.cpu(), gradients(normal(), LABELS)[1], **TOLERANCE)
 
 
-def test_rows_whose_elements_share_memory_are_no_place_for_a_gradient():
-    """One row's gradient would be read as the next one's logits."""
-    logits = normal()
-    shared = [logits[:1].expand(8, V), logits[:, :1].expand(8, V), logits.flatten().as_strided((8, V), (V - 1, 1))]
-    assert all(map(rows_overlap, shared))
-    assert not any(map(rows_overlap, [logits, logits[:, ::2], logits[:1]]))
-
-
 def test_results_may_be_changed_in_place(backend):
     """Backward needs what forward computed beside them: results that share its memory would be refused, or spoil it."""
     leaf = normal().to(DEVICES[backend]).requires_grad_()
@@ -356,22 +347,6 @@ def test_rows_that_are_not_finite_stay_visible(backend, with_entropy):
     assert (masked[bad] == 0).all()
     torch.testing.assert_close(masked[~bad], log_probs[~bad], **OTHER_BINARY)
     torch.testing.assert_close(log_probs[~bad].double(), loop_log_probs(logits[~bad].double(), labels[~bad]), **TOLERANCE)
-
-
-class LargestNewTensor(TorchDispatchMode):
-    """Elements of each tensor that an operation makes, views and in-place results left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        old = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in old:
-                self.sizes.append((tensor.numel(), tensor.dtype))
-        return result
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, EXACT, KERNEL_DEVICE, Batch, TorchOperations, float32, placed, random_batch, run_loss
+from helpers import CLIP, EXACT, KERNEL_DEVICE, Batch, float32, placed, random_batch, run_loss
 from loss_backends import KERNEL, LOSSES, OF_EACH_LEVEL, TRITON, over_backends
 from refused import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 from torch import Tensor
@@ -236,25 +236,3 @@ def test_dtypes_and_strides_of_the_callers_tensors_do_not_matter():
     ones = torch.ones(1, device=KERNEL_DEVICE).expand_as(batch.old_log_probs)
     expanded, plain = (run(batch, options | {"importance_weights": weights}) for weights in (ones, ones.clone()))
     assert all(map(torch.equal, expanded, plain))
-
-
-@pytest.mark.kernel
-@KERNEL[1]
-@pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkeypatch, coefficient):
-    """The first `ones_like` is autograd's own."""
-    from megatron_rl.policy_loss.reduce_triton import document_sums_kernel
-
-    batch = make_batch()
-    options = {"entropy_coefficient": coefficient, "regularizer_weights": batch.token_weights, "backend": "triton"}
-    output = policy_loss("gspo", batch.logits.requires_grad_(), *batch.arguments(), **options)
-    launches: list[str] = []
-    operations: list[str] = []
-    # The interpreter is made of torch operations: nothing is executed.
-    monkeypatch.setattr(type(document_sums_kernel), "run", lambda kernel, *a, **k: launches.append(kernel.fn.__name__))
-    with TorchOperations(operations):
-        output.loss.backward()
-    # Fresh memory is filled with NaN by conftest.py.
-    found = [name for name in operations if not name.startswith("fill_")]
-    assert launches == ["logits_gradient_kernel"]
-    assert found == ["ones_like.default"] + ["mul.Tensor"] * (2 if coefficient else 1)

@@ -35,8 +35,7 @@ from test_explain import CLOSE
 from torch import Tensor
 
 from megatron_rl import register_correction
-from megatron_rl.commands.launch_config import launch_lines
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import LossValue, evaluate, get_policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError, DataError
@@ -323,14 +322,6 @@ def test_what_a_record_says_of_its_weights():
     records = [get_loss_aggregation(name) for name in names]
     assert [record.counts_other_samples for record in records] == [False, False, True, True, True]
     assert [samples_of_mean_1(record) for record in records] == [None, None, "its prompt's samples", "the step's samples", None]
-
-
-def test_launch_config_adds_the_hook_where_the_record_asks_for_it():
-    def has_hook(name):
-        args = Namespace(output="-", route=Route.REDUCER, calculate_per_token_loss=False)
-        return "reward_post_process" in " ".join(launch_lines(args, PolicyLossConfig(loss_aggregation=name)))
-
-    assert [has_hook(name) for name in WEIGHTS] == [False, True, False, True]
 
 
 # In the emulated hosts. R counts rollouts and Mj a rollout's tokens, as the hosts do.

@@ -245,22 +245,6 @@ def test_what_is_exchanged_and_when():
         assert not agreement.is_active, "one rank compares nothing"
 
 
-def test_a_long_message_is_cut_to_what_travels():
-    """An error text of any length and alphabet arrives, shortened."""
-
-    def step(rank: int, groups: ParallelGroups) -> str:
-        def refuse():
-            with RankAgreement(groups.tp, SINGLE, check_ranks=None) as agreement:
-                agreement.add("name", "x" * 10_000)
-                if rank == 1:
-                    raise megatron_rl.ConfigError("prefix " + "\N{SNOWMAN}" * 5000)
-
-        return error_of(refuse)
-
-    other, own = on_ranks(step, tp=2)
-    assert len(own) > 5000 and other.startswith("ConfigError: tensor-parallel rank 1: prefix \N{SNOWMAN}")
-
-
 def overflowing_with_mean(log_ratio, advantages, *, mean_log_ratio):
     return -(log_ratio * 10).exp() * advantages + mean_log_ratio
 

@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from carrier_cases import LiveBytes
 from helpers import CLIP, KERNEL_DEVICE, Batch, float32, random_batch
-from linear_cases import every_term
+from linear_cases import LargestNewTensor, every_term
 from simulated_cuda import simulated_cuda
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from test_log_probs import ON_BACKENDS
@@ -291,16 +290,14 @@ def test_support_scores_alone_keep_no_memory_of_the_logits():
     generator = torch.Generator().manual_seed(0)
     kept = [torch.randint(width, (8,), generator=generator).unique().tolist() for _ in range(num_rows)]
     labels, support = torch.tensor([ids[0] for ids in kept]), SamplingSupport.from_lists(kept)
-    of_logits = num_rows * width * 4
-    with LiveBytes() as live:
-        logits = torch.randn(num_rows, width, generator=generator).requires_grad_()
-        base = live.peak
+    logits = torch.randn(num_rows, width, generator=generator).requires_grad_()
+    with LargestNewTensor() as made:
         scores = vocab_parallel_log_probs(logits, labels, sampling_support=support)
-        assert live.peak - base < 0.1 * of_logits
-        saved = [x for x in scores.grad_fn.saved_tensors if x is not None]
-        assert sum(x.nbytes for x in saved) < 0.05 * of_logits
+        assert max(size for size, _ in made.sizes) < 0.05 * logits.numel()
+        assert sum(x.numel() for x in scores.grad_fn.saved_tensors if x is not None) < 0.05 * logits.numel()
+        made.sizes.clear()
         scores.sum().backward()
-    assert live.peak - base < 1.1 * of_logits, "the gradient"
+    assert sorted(size for size, _ in made.sizes)[-2] < 0.05 * logits.numel(), "the gradient alone"
 
 
 @pytest.mark.parametrize("changes", [{"kept": [[0, 3], [4, 5, 2]]}, {"kept": [[0, 3], [4, 6]]}, {"kept": None}], ids=str)
