@@ -113,7 +113,7 @@ JUDGES = {
     "train/trainer.py": "forward_step | accumulation train_loop checkpoints train_command",
     "train/collection.py": "tasks | train_loop accumulation train_command",
     "train/rollouts.py": "rollouts | train_loop",
-    "train/checkpoints.py": "checkpoints | checkpoints expert_layouts",
+    "train/checkpoints.py": "checkpoints | checkpoints",
     "train/generation.py": "generation | generation",
     "train/hf_": "hf",
     "train/stopping.py": "watchdog",

@@ -11,27 +11,21 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 from helpers import error_of, pool_of
-from test_checkpoints import OPTIONS
-from test_checkpoints import run_on_rank as train_on_rank
 from test_layouts import FUSED, GRADIENT_TOLERANCE, SP, assert_exact, config_of, errors_by_kind, pairs, truth_of_losses
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.checks import check_model, exact_problems
 from megatron_rl.megatron.installed import expert_replicas_drift
-from megatron_rl.megatron.model import global_parameter_name, layout_independent_normal
 from megatron_rl.megatron.routing import RouteLog, routers_of
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, RankStep, row_length
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import LossTruth, double_model, model_logits, ragged_samples
 from megatron_rl.testing.selftest import AGGREGATIONS
 
@@ -125,76 +119,29 @@ def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth
     assert errors.keys() >= {"router", "expert", "shared expert", "norm", "attention"}
 
 
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
-    "rope_type": "rope",
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-}
-# test_model_shapes.py has that of DeepSeek-V3.
-LATENT_ROWS = [
-    pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), LATENT, marks=SLOW, id="plain, DP2xEP2, packed"),
-    pytest.param(Layout(**SP, expert_tensor=2), LATENT | {"q_lora_rank": None, "rope_type": "yarn"}, id="yarn, TP2+SP"),
-]
-
-
-@pytest.mark.parametrize(("layout", "options"), LATENT_ROWS)
-def test_multi_latent_attention_has_the_one_process_float64_gradient(pool, truth_of, layout, options):
-    """Megatron's own layers without Transformer Engine lose a part of the gradient at tensor parallelism 2; these do not."""
-    model = model_of(layout, **options)
-    truths = truth_of(model)
-    result = step_on_layout(pool, layout, truths["grpo"].samples, config_of("grpo", "token_mean"), model)
-    expected = truths["grpo"].by_aggregation["token_mean"]
-    assert max(errors_by_kind(result.gradient, expected.gradient).values()) < GRADIENT_TOLERANCE
-    assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE)
-
-
 def refused_to_build(rank: int, layout: Layout, model: TinyGPT) -> str:
     return error_of(lambda: LayoutModel(layout, 16, model))
 
 
-@pytest.mark.parametrize(
-    ("layout", "options", "message"),
-    [
-        # Down projections are whole on each rank, whose gradient is then that of its own heads: replicas would drift apart.
-        (Layout(tensor=2), LATENT, "multi_latent_attention=True with tensor_model_parallel_size=2 needs sequence_parallel"),
-        # Megatron-Core up to 0.16 has one tensor for all experts; a later config has no such field.
-        (Layout(), EXPERTS | {"moe_use_legacy_grouped_gemm": True}, "moe_use_legacy_grouped_gemm"),
-    ],
-    ids=["latent attention", "one tensor"],
-)
-def test_models_that_cannot_be_exact_are_refused_by_name(pool, layout, options, message):
-    model = TinyGPT(num_layers=2, experts=tuple((options | {"add_bias_linear": False}).items()))
-    for error in pool.run(refused_to_build, layout, model, world_size=layout.world_size, **layout.model_parallel):
-        assert message in error
-
-
-def masked(samples: list[StepSample], places: slice) -> list[StepSample]:
-    step = list(samples)
-    step[places] = [replace(sample, loss_mask=[0] * len(sample.loss_mask)) for sample in step[places]]
-    return step
+def test_latent_attention_that_cannot_be_exact_is_refused_by_name(pool):
+    """Down projections are whole on each rank, whose gradient is then that of its own heads: replicas would drift apart."""
+    model = TinyGPT(num_layers=2, experts=(("multi_latent_attention", True), ("rope_type", "rope"), ("add_bias_linear", False)))
+    for error in pool.run(refused_to_build, Layout(tensor=2), model, world_size=2, tensor_model_parallel_size=2):
+        assert "multi_latent_attention=True with tensor_model_parallel_size=2 needs sequence_parallel" in error
 
 
 @pytest.mark.parametrize(
     ("size", "places", "packed"),
     [
-        pytest.param(1, slice(0), False, id="FB-134 one sample"),
         pytest.param(1, slice(0), True, id="FB-134 one sample, packed"),
-        # Prompts are routed all the same; one of the two rows masks all samples of a rank, however they are dealt.
-        pytest.param(4, slice(1, None, 2), False, id="each second sample is masked"),
-        pytest.param(4, slice(2, None), False, id="the second half is masked"),
+        # Prompts are routed all the same.
+        pytest.param(4, slice(1, None, 2), False, id="FB-134 each second sample is masked"),
     ],
 )
 def test_a_rank_without_any_sample_or_response_token_takes_part(pool, truth_of, size, places, packed):
     """Two ranks have half of the experts each: both wait in the exchange of tokens."""
-    model = model_of(Layout())
-    step = masked(truth_of(model)["grpo"].samples[:size], places)
+    model, step = model_of(Layout()), list(truth_of(model_of(Layout()))["grpo"].samples[:size])
+    step[places] = [replace(sample, loss_mask=[0] * len(sample.loss_mask)) for sample in step[places]]
     layouts = (Layout(), Layout(data=2, expert=2, packed=packed))
     alone, result = (step_on_layout(pool, where, step, config_of("grpo", "sample_mean"), model) for where in layouts)
     assert any(value.any() for value in alone.gradient.values())
@@ -302,62 +249,6 @@ def test_the_global_loss_does_not_depend_on_how_many_tokens_a_micro_batch_has(si
             assert float(loss) == pytest.approx(1.0)
 
 
-def test_ranks_of_a_pool_take_a_model_with_more_layers_than_the_last(pool):
-    """Megatron-Core sums the losses of routers for its log in one tensor, with the layers of the first model that has any."""
-    options = EXPERTS | LOSSES["z_loss"] | {"moe_layer_freq": 1}
-    for num_layers in (1, 2):
-        model = TinyGPT(num_layers=num_layers, experts=tuple(options.items()))
-        config = config_of("reinforce", "token_mean", router_aux_loss="host")
-        gradient = step_on_layout(pool, Layout(), ragged_samples(), config, model).gradient
-        assert sum(name.endswith("router.weight") for name in gradient) == num_layers
-
-
-# Grouped products
-
-
-class GroupedLinear(torch.nn.Module):
-    """The parameters of Megatron-Core 0.16's TEGroupedLinear: one weight an expert of this rank. Megatron cuts it to the shard
-    itself and builds Transformer Engine's layer without a parallel mode, which marks each weight as sharded along dimension 0."""
-
-    def __init__(self, weights: list[torch.Tensor]):
-        super().__init__()
-        for number, weight in enumerate(weights):
-            parameter = torch.nn.Parameter(torch.empty_like(weight))
-            vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
-            self.register_parameter(f"weight{number}", parameter)
-
-
-def grouped_on_rank(rank: int, tiny: TinyGPT) -> list[tuple[str, str, bool]]:
-    """For each weight in its grouped form: the global name there and in experts one by one, and whether the values are the same."""
-    model = LayoutModel(Layout(**SP), row_length(ragged_samples(), Layout()), tiny).models[0].module
-    prefix = "decoder.layers.1.mlp."
-    experts = model.decoder.layers[1].mlp.experts
-    own = {name: parameter for name, parameter in model.named_parameters() if f"{prefix}experts." in name}
-    names = {name: global_parameter_name(model, name) for name in own}
-    model.decoder.layers[1].mlp.experts = grouped = torch.nn.Module()
-    for layer in ("linear_fc1", "linear_fc2"):
-        setattr(grouped, layer, GroupedLinear([getattr(expert, layer).weight for expert in experts.local_experts]))
-    answers = []
-    for name, parameter in model.named_parameters():
-        if f"{prefix}experts." not in name:
-            continue
-        layer, number = re.fullmatch(r".*experts\.(linear_fc[12])\.weight(\d+)", name).groups()
-        alone = f"{prefix}experts.local_experts.{number}.{layer}.weight"
-        values = model.config.init_method_std * layout_independent_normal(model, name, parameter)
-        answers.append((global_parameter_name(model, name), names[alone], torch.equal(values, own[alone].detach())))
-    return answers
-
-
-@pytest.mark.parametrize("sizes", [{"expert": 2, "expert_tensor": 1}, {"expert_tensor": 2}], ids=["EP2", "ETP2"])
-def test_grouped_weights_are_those_of_experts_one_by_one(pool, sizes):
-    """Transformer Engine needs CUDA: a stand-in has its names, shapes and marks."""
-    layout = Layout(**SP, **sizes)
-    found = pool.run(grouped_on_rank, model_of(layout), world_size=2, **layout.model_parallel)
-    assert [len(answers) for answers in found] == [4 if "expert" in sizes else 8] * 2
-    for name, alone, is_equal in (answer for answers in found for answer in answers):
-        assert name == alone and is_equal, name
-
-
 # Experts that several ranks hold
 
 SHARDED, REPLICATED = Layout(data=2, expert_tensor=2), Layout(**SP, expert_tensor=1)
@@ -382,23 +273,6 @@ def test_experts_that_drift_are_refused_and_others_are_exact(pool, truth_of):
         truth = truth_of(model)["grpo"]
         result = step_on_layout(pool, REPLICATED, truth.samples, config_of("grpo", "sample_mean"), model)
         assert max(errors_by_kind(result.gradient, truth.by_aggregation["sample_mean"].gradient).values()) < GRADIENT_TOLERANCE
-
-
-def threads_on_rank(rank: int, runs: list[Run]) -> tuple[int, int]:
-    """(threads, groups)."""
-    run_on_rank(rank, runs)
-    return psutil.Process().num_threads(), len(torch.distributed.distributed_c10d._world.pg_map)
-
-
-def test_ranks_drop_the_groups_of_an_earlier_layout():
-    """A gloo group has two threads; a dispatcher keeps its last graph, and that the groups. One device and its thread serve all."""
-    step = ragged_samples(), config_of("reinforce", "sample_mean")
-    layouts = [Layout(data=2, expert=2), Layout(**SP, expert=2, expert_tensor=1)] * 2
-    with RankPool(2) as pool:
-        of_layouts = [pool.run(threads_on_rank, [(at, model_of(at), *step)], **at.model_parallel) for at in layouts]
-    assert of_layouts[2:] == of_layouts[:2]
-    # And the main thread, the device's and that of the store.
-    assert all(groups > 15 and threads <= 2 * groups + 3 for answers in of_layouts for threads, groups in answers)
 
 
 # What is said of the losses at start, and what the first step refuses
@@ -526,26 +400,3 @@ def test_the_bias_of_experts_counts_real_tokens(pool):
         assert torch.tensor([counts for _, (counts,) in found]).sum(0).equal(expected), layout
         for (moved,), _ in found:
             assert moved == pytest.approx((1e-3 * (expected.mean() - expected).sign()).tolist(), rel=1e-5), layout
-
-
-# The training command
-
-OF_TRAIN = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
-
-
-def load_alone_on_rank(rank: int, output_dir: Path) -> str:
-    return error_of(lambda: train_on_rank(rank, output_dir, {**OPTIONS, "num_rollouts": 2}, {"experts": OF_TRAIN}, True))
-
-
-def test_a_checkpoint_of_expert_parallel_ranks_is_refused_on_another_number_of_them(pool, tmp_path):
-    """Megatron-Core has two optimisers where experts are spread over ranks, one where they are not."""
-    pool.run(
-        train_on_rank,
-        tmp_path,
-        {**OPTIONS, "num_rollouts": 1},
-        {"experts": OF_TRAIN},
-        world_size=2,
-        expert_model_parallel_size=2,
-    )
-    (message,) = pool.run(load_alone_on_rank, tmp_path, world_size=1)
-    assert "was saved with --expert-model-parallel-size 2, this run has 1: give it the same" in message
