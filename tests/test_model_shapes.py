@@ -25,16 +25,14 @@ from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.megatron.checks import contract_problems
 from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, transformer_config
-from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.megatron.samples import count_further_tokens
-from megatron_rl.testing import selftest
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, RankStep, StepSample, make_step_batches, row_length
 from megatron_rl.testing.model_shapes import SHAPES, tiny_like
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.testing.reference import LossTruth, double_model, global_parameters, model_logits, mtp_loss_by_hand, ragged_samples
-from megatron_rl.testing.selftest import RowResult, WholeSteps, chosen, run_selftest, table_of_shape, truth_of_terms, truths_of
+from megatron_rl.testing.selftest import RowResult, WholeSteps, chosen, run_selftest, table_of_shape, truth_of_terms
 
 pytestmark = pytest.mark.megatron
 SLOW = pytest.mark.slow
@@ -133,101 +131,39 @@ def test_biases_of_experts_that_ranks_share_are_refused(pool):
     assert "add_bias_linear=True with experts and expert_tensor_parallel_size=2" in message
 
 
-# What makes a shape special; without it a layer has Megatron-Core's default. An expert bias goes with the scores that take one.
-SPECIAL = (
-    "qk_layernorm moe_router_topk_scaling_factor moe_router_score_function softmax_type window_size "
-    "window_attn_skip_freq activation_func activation_func_clamp_value glu_linear_offset"
-).split()
-
-
-def changes_on_rank(rank: int, name: str) -> dict[str, float]:
-    """How far each special option moves the logits, relative to them; and nothing moves them by 0."""
-    samples, model = ragged_samples(num_samples=4), model_of(name, Layout())
-
-    def logits(tiny: TinyGPT) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.cat(model_logits(double_model(tiny, samples), samples, tiny))
-
-    def without(option: str) -> TinyGPT:
-        left_out = {option, "moe_router_enable_expert_bias"} if option == "moe_router_score_function" else {option}
-        return replace(model, experts=tuple(pair for pair in model.experts if pair[0] not in left_out))
-
-    others = {option: without(option) for option in SPECIAL if option in model.expert_options}
-    if model.rotary != Rotary():
-        others["rotary"] = replace(model, rotary=Rotary())
-    if SHAPES[name].expert_groups > 1:
-        others["groups"] = replace(model, experts=(*model.experts, ("moe_router_group_topk", SHAPES[name].expert_groups)))
-    if "rope_type" in model.expert_options:
-        others["rope_type"] = replace(model, experts=(*model.experts, ("rope_type", "rope")))
-    whole = logits(model)
-    assert torch.equal(whole, logits(model))
-    return {option: float((logits(other) - whole).norm() / whole.norm()) for option, other in others.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
-def test_each_special_option_of_a_shape_acts_in_its_step(pool, name):
-    """A clamp that no activation meets, a bias that changes no choice or a window longer than each sample would prove nothing."""
-    changes = pool.run(changes_on_rank, name, world_size=1)[0]
-    assert changes and min(changes.values()) > 1e-5, changes
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 2), (3, 6), (4, 1), (8, 16)])
-def test_the_sizes_of_a_shape_fit_the_layout(name, tensor, expert):
-    """Heads, keys, widths and experts are shared evenly, with a choice of experts within each group."""
-    shape = SHAPES[name]
-    tiny = tiny_like(shape, Layout(tensor=tensor, pipeline=2, expert=expert, expert_tensor=1))
-    sizes, heads = tiny.expert_options, tiny.num_attention_heads
-    assert heads % sizes.get("num_query_groups", heads) == 0 and sizes.get("num_query_groups", heads) % tensor == 0
-    assert sizes["ffn_hidden_size"] % tensor == 0 and sizes["num_moe_experts"] % expert == 0 == sizes["num_moe_experts"] % 4
-    chosen = sizes["moe_router_topk"] // sizes.get("moe_router_group_topk", 1)
-    assert chosen < sizes["num_moe_experts"] // shape.expert_groups
-    assert len(sizes["moe_layer_freq"]) == 4 and sizes["moe_layer_freq"][0] == (not shape.is_mixed)
-
-
 # The selftest
 
 
-def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], str]]:
-    """Rows and what is printed around them: gpt-oss on two context-parallel ranks, right and with a wrong gradient of sinks."""
+def selftest_on_rank(rank: int) -> tuple[list[RowResult], str]:
+    """Rows and what is printed around them: gpt-oss on two context-parallel ranks, with half of the gradient of sinks."""
     from megatron.core import parallel_state
 
-    right, found, truths = LayoutModel.step, [], []
+    right = LayoutModel.step
 
-    def truths_once(*arguments):
-        truths.append(truths[0] if truths else truths_of(*arguments))
-        return truths[-1]
+    def step(model, *arguments):
+        answer = right(model, *arguments)
+        for name, shard in ((name, shard) for chunk in answer.gradients for name, shard in chunk.items()):
+            if parameter_kind(name) == "sink":
+                shard.gradient.mul_(0.5)
+        return answer
 
-    for kind in (None, "sink"):
-
-        def step(model, *arguments, kind=kind):
-            answer = right(model, *arguments)
-            for name, shard in ((name, shard) for chunk in answer.gradients for name, shard in chunk.items()):
-                if kind == parameter_kind(name):
-                    shard.gradient.mul_(0.5)
-            return answer
-
-        with mock.patch.object(LayoutModel, "step", step), mock.patch.object(selftest, "truths_of", truths_once):
-            cases = chosen(table_of_shape(), "grpo", ["token_mean"])
-            parallel_state.destroy_model_parallel()
-            bench = WholeSteps(Layout(context=2, packed=True, expert_tensor=1), 2, cases, SHAPES["gpt-oss"])
-            results = list(run_selftest(bench))
-            found.append((results, command.header(bench) + command.closing(bench, results, 1.0)))
-    return found
+    cases = chosen(table_of_shape(), "grpo", ["token_mean"])
+    parallel_state.destroy_model_parallel()
+    bench = WholeSteps(Layout(context=2, packed=True, expert_tensor=1), 2, cases, SHAPES["gpt-oss"])
+    with mock.patch.object(LayoutModel, "step", step):
+        results = list(run_selftest(bench))
+    return results, command.header(bench) + command.closing(bench, results, 1.0)
 
 
 def test_the_selftest_runs_a_model_of_the_field_and_names_the_parameters_that_are_off():
-    (rows, text), (of_sinks, _) = run_ranks(selftests_on_rank, 2)[0]
-    _, *rows = rows
+    (_, *rows), text = run_ranks(selftest_on_rank, 2)[0]
     contracts = [
         f"{head}, torch{contract}" for contract in ("", ", own cp groups", ", per-token") for head in ("logits", "fused head")
     ]
     assert [row.name for row in rows] == [f"grpo token_mean, {contract}" for contract in contracts]
-    assert all(row.passed and 0 < row.gradient_error < 2e-6 for row in rows), rows
     assert "\n2 layers like openai/gpt-oss-20b\n" in text
     sinks = ", ".join(f"decoder.layers.{number}.self_attention.core_attention.softmax_offset" for number in range(2))
-    for row in of_sinks[1:]:
+    for row in rows:
         assert not row.passed and row.cause.startswith(f"{sinks}: gradient is 0.5 of expected = 1/cp: ")
 
 
@@ -372,49 +308,44 @@ def test_the_tokens_that_each_layer_predicts_by_hand():
 # Switched off, and other forwards
 
 
-def off_on_rank(rank: int) -> list:
-    """The gradient without MTP, and with a factor of 0, in eval mode and without counts; then errors."""
+def off_on_rank(rank: int) -> tuple[bool, str, bool]:
+    """Whether a factor of 0 has the gradient without MTP, and none of MTP's own; the error of a step without counts; whether the
+    logits in eval mode are those without MTP."""
     step, config = ragged_samples(), config_of("gspo", "token_mean")
-    plain, switched_off = (
+    plain, switched_off, trained = (
         LayoutModel(Layout(), row_length(step, Layout()), model)
-        for model in (TinyGPT(num_layers=2), with_mtp(mtp_loss_scaling_factor=0.0))
+        for model in (TinyGPT(num_layers=2), with_mtp(mtp_loss_scaling_factor=0.0), DENSE)
     )
     of_plain, of_off = (model.step(config, step).gradients[0] for model in (plain, switched_off))
-    is_equal = [torch.equal(shard.gradient, of_off[name].gradient) for name, shard in of_plain.items()]
-    has_none = [not shard.gradient.any() for name, shard in of_off.items() if name.startswith("mtp")]
-    trained = LayoutModel(Layout(), row_length(step, Layout()), DENSE)
+    is_equal = all(
+        torch.equal(shard.gradient, of_plain[name].gradient) if name in of_plain else not shard.gradient.any()
+        for name, shard in of_off.items()
+    )
     (batch,) = make_step_batches(config, Layout(), step, resolve_groups())
     forward_step = PolicyForwardStep(config, vocab_size=61)
     missing = error_of(lambda: forward_step(iter([batch]), trained.models[0]))
     trained.models[0].eval()
     logits = [forward_step(iter([batch]), model.models[0])[0] for model in (trained, plain)]
-    bare = trained.models[0].module
-    return [is_equal, has_none, missing, torch.equal(*logits), (bare.config.mtp_num_layers, bare.mtp_process)]
+    return is_equal, missing, torch.equal(*logits)
 
 
 def test_without_its_loss_nothing_of_it_runs(pool):
-    is_equal, has_none, missing, has_equal_logits, restored = pool.run(off_on_rank, world_size=1)[0]
-    assert all(is_equal) and len(is_equal) > 10 and all(has_none) and len(has_none) > 20
+    is_equal, missing, has_equal_logits = pool.run(off_on_rank, world_size=1)[0]
+    assert is_equal and has_equal_logits
     assert "mtp_num_layers=2 needs the tokens of the whole step that its layers predict" in missing
-    assert has_equal_logits and restored == (2, True)
 
 
-def others_on_rank(rank: int) -> tuple[float, float, str]:
-    """Of a step in which the policy's loss has no gradient: by how much a divisor of its gradient moves this one, and the report;
-    then the error of a layer whose scores are not finite."""
+def divided_on_rank(rank: int) -> float:
+    """By how much a divisor of the policy's gradient moves that of a step in which the policy's loss has none."""
     still = [replace(sample, advantage=0.0) for sample in ragged_samples()]
     model = LayoutModel(Layout(), row_length(still, Layout()), DENSE)
     steps = [model.step(config_of("reinforce", "token_mean", gradient_divisor=name), still) for name in ("none", "num_samples")]
     first, second = (torch.cat([shard.gradient.flatten() for shard in step.gradients[0].values()]) for step in steps)
-    with torch.no_grad():
-        model.models[0].module.mtp.layers[1].final_layernorm.weight.fill_(math.nan)
-    error = error_of(lambda: model.step(config_of("reinforce", "token_mean"), ragged_samples()))
-    return float((second - first).norm() / first.norm()), steps[0].reported["policy/loss"], error
+    return float((second - first).norm() / first.norm())
 
 
-def test_the_divisor_of_the_policys_gradient_is_not_its_and_scores_that_are_not_finite_end_the_step(pool):
-    difference, policy_loss, error = pool.run(others_on_rank, world_size=1)[0]
-    assert difference < 1e-6 and policy_loss == 0.0 and "DataError" in error
+def test_the_divisor_of_the_policys_gradient_is_not_its(pool):
+    assert pool.run(divided_on_rank, world_size=1)[0] < 1e-6
 
 
 # What is refused

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from itertools import chain
 
@@ -105,31 +104,6 @@ def test_each_rank_records_the_routes_of_whole_samples(pool, layout, settings):
             assert all(torch.equal(found[row], truth[row]) for row in (0, 1))
 
 
-def aux_loss_maps(rank: int, replay: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what balances the experts, what is used) of the first layer's forward."""
-    trainer = cases.tiny_trainer(experts=EXPERTS | {"moe_aux_loss_coeff": 0.1}, router_replay=replay)
-    (router, _), seen = routers_of(trainer.model), []
-    of_class = type(router)._apply_aux_loss
-
-    def look(probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
-        seen.append(routing_map)
-        return of_class(router, probs, scores_for_aux_loss, routing_map, with_padding_mask)
-
-    vars(router)["_apply_aux_loss"] = look
-    with RouteLog([trainer.model]) as log:
-        step = cases.ragged_step()
-        trainer.step([with_random_routes(step) if replay == "rollout" else step])
-    return seen[0].bool(), log.by_layer[1][0]
-
-
-def test_an_auxiliary_loss_balances_the_routers_own_choice(pool):
-    """Megatron-Core 0.16 takes the load for these losses from the current scores. Padding has none."""
-    ((balanced, used),), ((_, own),) = (pool.run(aux_loss_maps, replay, world_size=1) for replay in ("rollout", "none"))
-    real = balanced.any(1)
-    assert torch.equal(balanced[real], own[real])
-    assert not torch.equal(used[real], own[real])
-
-
 # The first ratio
 
 
@@ -220,8 +194,6 @@ CANNOT_REPLAY = [
     ({**BIAS_THAT_MOVES, "moe_router_bias_update_rate": 0.0}, ""),
     (BIAS_THAT_MOVES, "moe_router_enable_expert_bias"),
     ({"moe_router_fusion": True}, "moe_router_fusion"),
-    ({"mtp_num_layers": 1}, "mtp_num_layers"),
-    ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay"),
     ({"cuda_graph_impl": "local"}, "CUDA graphs"),
     ({"num_moe_experts": None}, "num_moe_experts"),
 ]
@@ -273,8 +245,7 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
     assert all(sample.routes.shape == (2, len(sample.tokens) - 1, 2) for sample in batch.samples)
 
 
-def test_a_file_without_the_routes_that_are_needed_is_measured_for_them_or_refused(pool, tmp_path):
-    """old_log_probs with one step a rollout measures the routes, from a file without old log-probabilities."""
+def test_a_file_without_the_routes_that_are_needed_is_refused(pool, tmp_path):
     file = tmp_path / "rollouts.jsonl"
     pool.run(runs_on_rank, tmp_path, {"plain": {"save_rollouts": str(file)}}, world_size=1)
     for options, message in (
@@ -283,12 +254,3 @@ def test_a_file_without_the_routes_that_are_needed_is_measured_for_them_or_refus
     ):
         with pytest.raises(RankError, match=message):
             pool.run(runs_on_rank, tmp_path, {"refused": options | {"rollouts": str(file)}}, world_size=1)
-    batch = json.loads(file.read_text().splitlines()[0])
-    for sample in batch["samples"]:
-        assert sample["routes"] is None
-        sample["old_log_probs"] = None
-    file.write_text(json.dumps(batch) + "\n")
-    replayed = {"router_replay": "old_log_probs", "steps_per_rollout": 1, "rollouts": str(file)}
-    pool.run(runs_on_rank, tmp_path, {"one": replayed}, world_size=1)
-    (row,) = cases.metrics_of(tmp_path / "one")
-    assert row["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
