@@ -6,7 +6,7 @@ Then `--docs-per-step` in the training command: no layout, restart or rank witho
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
@@ -241,37 +241,10 @@ def test_a_state_that_does_not_fit_is_refused():
 VOCABULARY = 9  # of --task repeat
 GROUP = 4
 slow = pytest.mark.slow
-CONFIG = PolicyLossConfig(
-    policy_loss="grpo",
-    loss_aggregation="token_mean",
-    samples_per_prompt=GROUP,
-    docs_per_step=8,
-    policy_metrics="with_entropy",
-    watchdog="off",
-)
 
 
 def run_on_rank(rank, output_dir, config, options):
     return shared.run_loop(output_dir, config, options)[0].progress
-
-
-@slow
-def test_the_rows_of_a_file_have_the_lengths_and_groups_of_all_ranks_and_masked_rollouts_are_divided_by(trainers, tmp_path):
-    """FB-55: two ranks, steps of two rollouts of two prompts. The second rollout is masked, in the second step a prompt of each has
-    no signal."""
-    batches = [shared.make_batch(index, [[40 if index < 2 else 4] * GROUP, [20] * GROUP]) for index in range(4)]
-    batches[1] = shared.masked(batches[1])
-    for index in (2, 3):
-        samples = [replace(sample, advantage=sample.advantage * (sample.prompt_id != "p1")) for sample in batches[index].samples]
-        batches[index] = replace(batches[index], samples=samples)
-    options = {"rollouts": str(shared.write_file(tmp_path / "r.jsonl", batches)), "micro_batch_size": 2}
-    trainers.run(run_on_rank, tmp_path / "out", replace(CONFIG, docs_per_step=16), options, world_size=2)
-    rows = shared.metrics_of(tmp_path / "out")
-    assert [row["rollout/response_length"] for row in rows] == [30.0, 12.0]
-    assert [row["rollout/groups_without_signal"] for row in rows] == [0.0, 0.5]
-    for name in ("num_documents", "policy/num_documents"):
-        assert [row[name] for row in rows] == [16, 16]
-    assert rows[0]["num_tokens"] == sum(int(sample.loss_mask.sum()) for sample in batches[0].samples)
 
 
 def trained_on_rank(rank, path, config):
@@ -301,8 +274,8 @@ UNEVEN = [[[4, 4, 1, 3]], [[1, 1]], [[2, 2, 3]], [[1]], [[4, 4, 4, 4]], [[1]], [
 
 @slow
 def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(trainers, tmp_path):
-    """FB-89, FB-25: prompts of 1 to 4 samples go to two data-parallel ranks in turn; one has 12 documents, the other one 5. Each
-    step, dry rank and all, is what one process makes of the same documents in one micro-batch. Over two pipeline stages: the
+    """FB-88, FB-89, FB-25: prompts of 1 to 4 samples go to two data-parallel ranks in turn; one has 12 documents, the other one 5.
+    Each step, dry rank and all, is what one process makes of the same documents in one micro-batch. Over two pipeline stages: the
     counts of each are added over its own data-parallel ranks."""
     path = shared.write_file(tmp_path / "r.jsonl", [shared.make_batch(index, sizes) for index, sizes in enumerate(UNEVEN)])
     config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, kl_coefficient=0.1)

@@ -276,7 +276,7 @@ def test_a_bad_line_is_named():
     assert "--rollouts lines.jsonl" in error and "line 2 has no prompt_id and others have" in error
 
 
-# What a file must not do to the terminal, to this process, to its memory
+# What a file must not do to the terminal
 
 FORGED = "x\x1b[2J\nmegatron_rl: PASS\x85\u2028"
 
@@ -291,10 +291,3 @@ def test_a_file_writes_no_lines_of_its_own():
         assert "\\x1b[2J\\nmegatron_rl:" in shown, shown
         assert all(char.isprintable() or char == "\n" for char in shown)
         assert not any(line.startswith("megatron_rl: P") for line in shown.splitlines())
-
-
-def test_the_tokens_of_a_step_are_bounded_wherever_it_comes_from():
-    """Each response is allowed, both together fill the memory."""
-    code, _, error = explain(*write_lines({"response_length": 10**8}, {"response_length": 10**8}))
-    assert code == 1 and "line 2: response_length is 100000000: a whole number is needed, with at most 134217728 tokens" in error
-    assert explain("--response-lengths", "100000000,100000000")[0] == 2

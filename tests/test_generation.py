@@ -19,7 +19,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import responses as responses_module
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.train import generation
-from megatron_rl.train.collection import rows_per_forward
 from megatron_rl.train.generation import INCREMENT, SamplingSettings, gumbel_noise, scramble, signed
 from megatron_rl.train.sampling_filter import KeptTokens, kept_by_top_p
 
@@ -160,43 +159,23 @@ def test_the_logits_of_a_cached_token_are_those_of_a_whole_forward(pool, world_s
     assert num_compared >= 5 * 4
 
 
-def shapes_seen_on_rank(rank, settings):
+def shapes_seen_on_rank(rank):
     """The shapes of the tokens of each forward, and of the logits that the output layer computes, while three prompts of 1 to 3
-    tokens are sampled; sp as it was?"""
-    trainer, tokens, logits = tiny_trainer(**settings), [], set()
+    tokens are sampled."""
+    trainer, tokens, logits = tiny_trainer(), [], set()
     head = find_output_layer(trainer.model)
-    is_parallel = head.sequence_parallel
     trainer.model.register_forward_pre_hook(lambda _, given: tokens.append(tuple(given[0].shape)))
     head.register_forward_hook(lambda _, inputs, out: logits.add(tuple(out[0].shape)))
     trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_tokens=()), NOISE)
-    return tokens, logits, head.weight.shape[0], head.sequence_parallel == is_parallel
+    return tokens, logits, head.weight.shape[0]
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("layout", [{}, {TP: 2}], ids=["one rank", "TP2+SP"])
-def test_sampling_computes_a_row_a_token_and_the_logits_of_the_last_positions_alone(pool, layout):
+def test_sampling_computes_a_row_a_token_and_the_logits_of_the_last_positions_alone(pool):
     """Catches a cache that is not used: the prompts go once, and then one token of each sample; and logits of each token of each
     sequence, [S, B, V_tp], of which one row is read."""
-    world_size = layout.get(TP, 1)
-    settings = {"sequence_parallel": world_size > 1}
-    for tokens, logits, width, is_restored in pool.run(shapes_seen_on_rank, settings, world_size=world_size, **layout):
-        assert logits == {(1, 3, width)} and is_restored
-        assert len(tokens) == 6 and (layout or tokens == [(3, 3), *[(1, 3)] * 5])
-
-
-def rows_on_rank(rank, records_routes):
-    trainer = tiny_trainer(max_sequence_length=1024, vocab_size=151936)
-    return rows_per_forward(trainer, 1000, records_routes=records_routes)
-
-
-@pytest.mark.megatron
-def test_many_rows_of_a_large_vocabulary_are_sampled_at_once(pool):
-    """The logits of all positions would be 622 MB a row; those of the last one are 0.6 MB. All ranks take as many rows. Where
-    routes are recorded each token needs the activations of 1,024 positions, 1.6 MB of the row's 2.2 MB."""
-    found = pool.run(rows_on_rank, False, world_size=2, **{PP: 2})
-    assert found[0] == found[1] > 1000
-    activations = 1024 * (4 * 32 + 2 * 128) * 4
-    assert pool.run(rows_on_rank, True, world_size=1) == [2 * 1024**3 // (4 * 151936 + activations)]
+    [(tokens, logits, width)] = pool.run(shapes_seen_on_rank, world_size=1)
+    assert logits == {(1, 3, width)} and tokens == [(3, 3), *[(1, 3)] * 5]
 
 
 def reference(row: list[float], top_p: float) -> list[int]:

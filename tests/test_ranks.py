@@ -25,7 +25,6 @@ from trainer_cases import CP, PP, TP
 
 from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.count import StepTotals
-from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing import loss_property
 from megatron_rl.testing.invariance import Layout
@@ -231,7 +230,6 @@ def foreign(kind, logits, batch):
     if kind == "in place":
         logits /= 0.7
     return {
-        "constant": lambda: torch.zeros(()),
         "vector": lambda: logits.sum(-1),
         "draws": lambda: (values(logits, batch) * torch.rand(len(batch.labels))).sum(),
         "by parallel state": lambda: (
@@ -297,17 +295,6 @@ def test_a_loss_that_raises_on_a_layout_is_told_after_the_layouts_before_it(pool
     assert of_slices.startswith("  CP2, M1: gradient is 0.5 of one process's = 1/cp") and of_more_slices.startswith("  CP4, M1: ")
     assert of_shards.startswith("  TP2, M1: rank") and "RuntimeError: index" in said and ", in divided_by_cp" in said
     is_invariant(pool, summed, TP2, DP2, CP2, Layout(tensor=4), whole_vocabulary=True)
-
-
-def test_nothing_to_compare_and_an_unknown_reduction_are_refused(pool):
-    for settings, message in (
-        ({"layouts": [TP2], "whole_vocabulary": True}, "with 0 layouts: give .* at least one layout"),
-        ({"reduction": "max"}, "reduction='max' with 8 layouts: give sum or mean"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            is_invariant(pool, summed, **settings)
-    nothing = "on one process the gradient by the logits is 0 or not finite: there is nothing to compare"
-    assert nothing in refusal(pool, "constant", DP2)
 
 
 @pytest.mark.megatron

@@ -105,16 +105,3 @@ def test_require_makes_a_failure_of_a_skip_in_the_body_of_such_a_test(run_plugin
     result = run_plugin(source, "--require", "gpu")
     result.assert_outcomes(passed=2, skipped=1, failed=1)
     result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: Skipped: no memory*"])
-
-
-@pytest.mark.parametrize(
-    ("source", "outcomes"),
-    [
-        pytest.param("import hypothesis.absent", {"skipped": 1}, id="an optional package is absent"),
-        pytest.param("import unheard_of", {"errors": 1}, id="any other package is absent"),
-        pytest.param("import megatron.absent", {"errors": 1}, id="the required package is absent"),
-    ],
-)
-def test_a_file_that_cannot_be_imported_skips_only_for_want_of_an_optional_package(run_plugin, source, outcomes):
-    """`make gpu` is content with torch, triton and pytest, and still no file may vanish in silence."""
-    run_plugin(source, "--require", "megatron").assert_outcomes(**outcomes)

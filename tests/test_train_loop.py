@@ -14,7 +14,6 @@ from helpers import error_of, pool_of
 from trainer_cases import (
     CP,
     PP,
-    RAGGED,
     TP,
     make_batch,
     masked,
@@ -192,18 +191,6 @@ def test_the_rows_of_a_run_count_what_was_trained_on_and_how_far_behind_it_was(r
     counted = [(row["step"], row["rollout"], row["documents_seen"], row["tokens_seen"]) for row in rows]
     assert counted == [(step, (step - 1) // 2, 8 * step, 32 * step) for step in range(1, 7)]
     assert all((row["num_samples"], row["num_prompts"], row["num_tokens"]) == (8, 2, 32) for row in rows)
-
-
-def test_steps_of_documents_go_on_from_rollout_to_rollout_and_end_with_a_prompt_group(of_one_rank):
-    """FB-88: steps of 7 hold 8 documents of ragged lengths, the last one what is left."""
-    *_, rows = of_one_rank("documents of a file")
-    assert [row["num_documents"] for row in rows] == [8] * 9 + [4] and len({row["num_tokens"] for row in rows}) > 3
-    assert rows[-1]["documents_seen"] == 76 and rows[-1]["prompts_seen"] == 19
-    assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
-    assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
-    first_step = sum(sum(group) for group in RAGGED[0][:2])
-    assert rows[0]["rollout/reward"] == pytest.approx(first_step / 4 / 8)
-    assert rows[0]["rollout/response_length"] == pytest.approx(first_step / 8)
 
 
 def test_the_terms_reach_the_loss_and_the_kl_term_starts_at_0(of_one_rank):
