@@ -156,7 +156,7 @@ def own_losses():
 SLOW_FILES = set(
     "test_benchmarks test_checkpoints test_doctor "
     "test_fused_head test_kernel_code "
-    "test_ranks test_selftest test_setup "
+    "test_ranks test_selftest "
     "test_train_command test_train_loop "
     "test_whole_host".split()
 )

@@ -111,7 +111,7 @@ JUDGES = {
     "validation/": "refused settings",
     "validation/own_functions.py": "declare own",
     "train/trainer.py": "forward_step | accumulation train_loop checkpoints train_command",
-    "train/collection.py": "tasks | train_loop accumulation train_command",
+    "train/collection.py": "rollouts | train_loop accumulation train_command",
     "train/rollouts.py": "rollouts | train_loop",
     "train/checkpoints.py": "checkpoints | checkpoints",
     "train/generation.py": "generation | generation",
