@@ -97,7 +97,7 @@ JUDGES = {
     "megatron/batch.py": "batch router_replay",
     "megatron/forward_step.py": "forward_step router_replay | selftest",
     "megatron/head.py": "fused_head model_shapes fused_head_models",
-    "ops/": "log_probs head head_gradients row_kernels linear_log_probs refused generated_steps",
+    "ops/": "log_probs head row_kernels linear_log_probs refused generated_steps",
     "ops/log_probs_triton.py": "row_kernels generated_steps",
     "ops/rescale_triton.py": "assumed_scale",
     "losses/kl": "contracts golden_losses generated_steps",

@@ -1,39 +1,24 @@
-"""The fused head's matmuls: which rows are in them, its plans, bins and chunks, what surroundings change, and its memory.
+"""The fused head's matmuls: which rows are in them, its plans, bins and chunks, its memory; and the gradient that they give.
 
 Values are in tests/test_generated_steps.py."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers import CLIP, error_of, last_rank_alone, without_needless_clip
+from helpers import CLIP, without_needless_clip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_cases import (
-    HeadBatch,
-    budget,
-    by_logits,
-    every_term,
-    head_batch,
-    plan_of,
-    run,
-    seen,
-    worst_error,
-)
-from simulated_ranks import groups_of_ranks, on_simulated_ranks
+from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, plan_of, relative, run, seen, worst_error
 
-from megatron_rl.declare import LossValue, register_policy_loss
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.agreement import MESSAGE_BYTES
-from megatron_rl.ops import log_probs_torch
+from megatron_rl.ops import linear_head, log_probs_torch
 from megatron_rl.ops.linear_gradient import cut, document_bins, schedule_documents, schedule_rows
-from megatron_rl.ops.linear_head import (
-    rows_per_chunk,
-)
+from megatron_rl.ops.linear_head import rows_per_chunk
+from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
 
 # Sums of a few dozen float64 products in another order.
@@ -243,110 +228,239 @@ def test_chunks_are_as_few_and_as_equal_as_can_be(num_rows, capacity):
     assert [plan_of(item) for item in schedule_rows(rows, capacity)] == ["in-chunk"] * len(chunks)
 
 
-# Ranks: their collectives, and a fault of one of them
+# The gradient: factors, main_grad, hooks, precision, and what is refused
+
+SMALL, LARGE = 6, 1000  # rows a chunk: plans in-chunk and scale-last, plan in-chunk alone
 
 
-def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
-    """Three quarters on the first rank, nothing of the short ones on the second: more than an equal slice, and empty bins."""
-    first = len(document) * 3 // 4 if len(document) > 8 else len(document)
-    return document[first:] if cp_rank else document[:first]
+def call(case, hidden, weight, **options):
+    labels, *rest = case.batch.arguments()
+    return linear_gspo_loss(hidden, weight, labels, *rest, **{**CLIP, **options})
 
 
-DEALS = {"uneven": uneven, "last rank alone": last_rank_alone}
+def leaves(case):
+    return case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
 
 
-def of_rank(groups, deal: str = "uneven", has_terms: bool = False) -> tuple[HeadBatch, list[int], dict]:
-    """This rank's tokens, with as many rows of junk that tp divides them, and its rows of the weight; their places; options."""
-    case = head_batch([12, 22, 4, 0, 2, 12], seed=21)
-    positions = [DEALS[deal](document, groups.cp.rank(), 2) for document in case.batch.documents]
-    flat = [token for document in positions for token in document]
-    take = flat + [0] * (len(flat) % 2)
-    batch = replace(
-        case.batch.take(positions), **{name: getattr(case.batch, name)[take] for name in ("labels", "old_log_probs", "loss_mask")}
-    )
-    options = every_term(case.batch) if has_terms else {"metrics": "basic"}
-    options |= {name: options[name][take] for name in ("importance_weights", "ref_log_probs") if name in options}
-    return HeadBatch(case.hidden[take], case.weight.chunk(2)[groups.tp.rank()], batch), flat, options
+def megatron_parameter(weight, *, zero_out: bool = False, dtype=torch.float32, start: float = 0.5) -> torch.nn.Parameter:
+    """As Megatron's DDP leaves it, with a main gradient that holds something already."""
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.main_grad = torch.full(weight.shape, start, dtype=dtype)
+    parameter.grad_added_to_main_grad = False
+    if zero_out:
+        parameter.zero_out_wgrad = True
+    return parameter
 
 
-def loss_of_rank(groups, kind: str, case: HeadBatch, *, on_policy: bool = False, rows: int = 5, **options):
-    labels, old, *rest = case.batch.arguments()
-    hidden, weight = (leaf.clone().requires_grad_() for leaf in (case.hidden, case.weight))
-    shared = {"temperature": 0.7, "advantages_per": "sample", "max_logits_bytes": budget(case, rows), **CLIP}
-    shared |= {"tp_group": groups.tp, "cp_group": groups.cp}
-    return fused(kind)(hidden, weight, labels, None if on_policy else old, *rest, **shared | options)
+def ddp_hook(parameter) -> None:
+    """What DDP does after a parameter's gradient was accumulated."""
+    assert parameter.grad is not None, "with overlapped reduction DDP asserts it"
+    if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
 
 
-def gspo_by_tokens(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high, mean_log_ratio):
-    ratio = (mean_log_ratio + log_probs - log_probs.detach()).exp()
-    value = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages)
-    return LossValue(value, is_clipped=value != -ratio * advantages)
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+@pytest.mark.parametrize("loss_scale", [None, 24.0, torch.tensor(24.0)], ids=["unknown", "announced", "announced as a tensor"])
+@pytest.mark.parametrize("zero_out", [False, True], ids=["", "tied"])
+def test_main_grad_gets_what_the_plain_path_adds(rows, loss_scale, zero_out):
+    """FB-85, FB-87: added to what is there, once, also where the hook adds the dummy; two micro-batches equal one of both. With an
+    announced factor it is there when forward ends: the buffer of the weight's size is what that saves."""
+    first, second = head_batch(seed=1).to(torch.float32), head_batch(seed=2).to(torch.float32)
+    second = replace(second, weight=first.weight)
+    parameter = megatron_parameter(first.weight, zero_out=zero_out)
+    expected = torch.full_like(first.weight, 0.5)
+    for case in (first, second):
+        hidden = case.hidden.clone().requires_grad_()
+        start = parameter.main_grad.clone()
+        output = call(case, hidden, parameter, max_logits_bytes=budget(case, rows), loss_scale=loss_scale)
+        after_forward = parameter.main_grad.clone()
+        (output.loss * 24.0).backward()
+        assert torch.equal(after_forward, start if loss_scale is None else parameter.main_grad)
+        ddp_hook(parameter)
+        want = by_logits("gspo", case, factor=24.0)
+        expected += want.weight_gradient
+        assert relative(hidden.grad, want.hidden_gradient) < 1e-5
+    assert relative(parameter.main_grad, expected) < 1e-5
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+@pytest.mark.parametrize("zero_out", [False, True], ids=["", "tied"])
+def test_a_hook_on_the_weight_sees_its_gradient(loss_scale, zero_out):
+    """FB-150: in main_grad no hook would see it, and one that masks or counts the gradient would get a placeholder."""
+    case = head_batch().to(torch.float32)
+    parameter, seen = megatron_parameter(case.weight, zero_out=zero_out, start=0.0), []
+    parameter.register_hook(lambda gradient: gradient * 3)
+    parameter.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    call(case, case.hidden.clone().requires_grad_(), parameter, loss_scale=loss_scale).loss.backward()
+    ddp_hook(parameter)
+    expected = by_logits("gspo", case, factor=3.0).weight_gradient
+    assert relative(parameter.main_grad, expected) < 1e-5 and relative(seen[0], expected) < 1e-5
+
+
+def test_another_factor_than_the_announced_one_raises_with_both():
+    """What a wrong guess has added to main_grad cannot be taken out again."""
+    case = head_batch()
+    with pytest.raises(ConfigError, match=r"loss_scale=AssumedScale\(\) is for losses from logits"):
+        call(case, *leaves(case), loss_scale=AssumedScale())
+    hidden, weight = leaves(case)
+    output = call(case, hidden, weight, loss_scale=4.0)
+    with pytest.raises(ConfigError, match="loss_scale=4.0 was declared and backward delivers 8.0"):
+        (output.loss * 8.0).backward()
+    # A product of float32 numbers may be off in its last bits.
+    output = call(case, *leaves(case), loss_scale=4.0)
+    (output.loss * (4.0 * (1 + 5e-7))).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16 buffer", "float64 buffer"])
+def test_a_main_grad_of_another_precision_is_left_to_the_hook(dtype):
+    """Megatron with bfloat16 gradient buffers: autograd gets the gradient, in the weight's dtype, and DDP adds it."""
+    case = head_batch().to(torch.float32)
+    parameter = megatron_parameter(case.weight, dtype=dtype, start=0.0)
+    (call(case, case.hidden.clone().requires_grad_(), parameter, loss_scale=2.0).loss * 2.0).backward()
+    assert not parameter.grad_added_to_main_grad and parameter.main_grad.abs().max() == 0
+    assert relative(parameter.grad, by_logits("gspo", case, factor=2.0).weight_gradient) < 1e-5
+
+
+def test_a_second_backward_is_refused():
+    """The first one took the gradient and scaled it in place: a silent second one would deliver it twice scaled."""
+    hidden, weight = leaves(head_batch())
+    loss = call(head_batch(), hidden, weight).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match="a second backward through the fused head"):
+        loss.backward()
+
+
+def test_without_gradients_one_matmul_runs():
+    case = head_batch()
+    with torch.no_grad(), seen(case) as record:
+        output = call(case, case.hidden, case.weight, max_logits_bytes=budget(case, SMALL), metrics="basic")
+    assert record.rows == {"logits": int(case.batch.loss_mask.sum()), "hidden": 0, "weight": 0}
+    want = by_logits("gspo", case, metrics="basic").output
+    assert not output.loss.requires_grad
+    torch.testing.assert_close(output.loss, want.loss.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.metrics.values, want.metrics.values, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_has_no_matmul(frozen):
+    case = head_batch()
+    hidden, weight = leaves(case)
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    want = by_logits("gspo", case)
+    with seen(case) as record:
+        call(case, hidden, weight, max_logits_bytes=budget(case, SMALL)).loss.backward()
+    assert record.rows[frozen] == 0 < record.rows["hidden" if frozen == "weight" else "weight"]
+    got, expected = (weight.grad, want.weight_gradient) if frozen == "hidden" else (hidden.grad, want.hidden_gradient)
+    assert relative(got, expected) < 1e-12 and (hidden if frozen == "hidden" else weight).grad is None
+
+
+def test_a_recomputed_head_is_refused_where_it_would_add_twice():
+    """Activation recomputation runs forward again inside backward: main_grad would get the gradient a second time."""
+    from torch.utils.checkpoint import checkpoint
+
+    case = head_batch().to(torch.float32)
+    for loss_scale, refused in ((1.0, True), (None, False)):
+        parameter = megatron_parameter(case.weight, start=0.0)
+        hidden = case.hidden.clone().requires_grad_()
+
+        def loss_of(hidden, loss_scale=loss_scale, parameter=parameter):
+            return call(case, hidden, parameter, loss_scale=loss_scale).loss * 1.0
+
+        loss = checkpoint(loss_of, hidden, use_reentrant=True)
+        if refused:
+            with pytest.raises(ConfigError, match="leave the head out of activation recomputation"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert relative(parameter.main_grad, by_logits("gspo", case).weight_gradient) < 1e-5
+
+
+def test_float16_needs_its_scale():
+    """The gradient of a token's mean is 1e-6 and less, which float16 rounds to 0 unless its scale is known in forward."""
+    case = head_batch().to(torch.float16)
+    with pytest.raises(ConfigError, match="float16 hidden states need loss_scale"):
+        call(case, *leaves(case))
+    hidden, weight = leaves(case)
+    (call(case, hidden, weight, loss_scale=1024.0).loss * 1024.0).backward()
+    assert relative(hidden.grad, by_logits("gspo", case, factor=1024.0).hidden_gradient) < 1e-2
+    with torch.no_grad():
+        call(case, *leaves(case))
+
+
+# Without main_grad: the first product makes the weight's gradient
+
+
+def sixteen_bits(documents: int = 4, *, idle: tuple[int, ...] = (), hidden_size: int = 40):
+    """bfloat16, 12 rows a document, 64 columns. No clip binds: rows of idle documents, of advantage 0, have no coefficient."""
+    case = head_batch([12] * documents, seed=4, vocab_size=64, hidden_size=hidden_size).to(torch.bfloat16)
+    advantages = torch.where(torch.isin(torch.arange(documents), torch.tensor(idle, dtype=torch.int64)), 0.0, 1.0)
+    everything = torch.ones(12 * documents, dtype=torch.bool)
+    return replace(case, batch=replace(case.batch, loss_mask=everything, advantages=advantages.double()))
+
+
+WIDE = {"clip_ratio_low": 0.99, "clip_ratio_high": 100.0}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """On a CPU 16-bit products are made in blocks; here a block is no whole [V, H]."""
+    monkeypatch.setattr(linear_head, "CPU_TEMPORARY_BYTES", 7 * 4 * 48)
+
+
+def weight_gradient_of(kind, case, *, rows=1000, factor=1.0, main_grad=False, **options):
+    """float32 from main_grad, or what autograd gives."""
+    parameter = megatron_parameter(case.weight, start=0.0) if main_grad else case.weight.clone().requires_grad_()
+    labels, *rest = case.batch.arguments()
+    options = {**WIDE, "max_logits_bytes": budget(case, rows), **options}
+    hidden = case.hidden.clone().requires_grad_()
+    (linear_policy_loss(kind, hidden, parameter, labels, *rest, **options).loss * factor).backward()
+    return parameter.main_grad if main_grad else parameter.grad
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_terms", "deal", "options"),
+    ("kind", "documents", "rows", "factor", "roundings"),
     [
-        ("gspo", True, "uneven", {}),
-        ("grpo", False, "uneven", {"sequence_parallel": True}),
-        ("gspo", False, "uneven", {"rows": 1000, "sequence_parallel": True}),
-        ("gspo", True, "last rank alone", {}),
-        ("gspo by tokens", True, "uneven", {"sequence_parallel": True}),
-    ],
-    ids=str,
-)
-def test_collectives_are_those_that_are_promised(kind, has_terms, deal, options):
-    """FB-27: tp one all-gather [rows, 3 or 4] a chunk and one reduction of dX; cp one all-reduce of [N, k], and one a bin, in the
-    same number on every rank, or the simulation raises; nothing in backward."""
-    # Its tokens have coefficients of their own, of their documents' means.
-    register_policy_loss("gspo by tokens", needs=("mean_log_ratio",), clip_ratios=(3e-4, 4e-4))(gspo_by_tokens)
-    is_parallel = options.get("sequence_parallel", False)
-
-    def calls_of(groups) -> list[list[tuple]]:
-        case, _, terms = of_rank(groups, deal, has_terms)
-        if is_parallel:
-            case = replace(case, hidden=case.hidden.chunk(2)[groups.tp.rank()])
-        output = loss_of_rank(groups, kind, case, **terms, **options)
-        found = [[call for call in group.calls if call[1] != (MESSAGE_BYTES,)] for group in (groups.tp, groups.cp)]
-        num_calls = len(groups.tp.calls), len(groups.cp.calls)
-        (output.loss * 3.0).backward()
-        assert (len(groups.tp.calls), len(groups.cp.calls)) == num_calls, "forward alone"
-        return found
-
-    ranks = on_simulated_ranks(calls_of, groups_of_ranks(tp=2, cp=2))
-    for over_tp, _ in ranks:
-        gathers = [shape for name, shape in over_tp if name == "all_gather" and shape[1] == (4 if has_terms else 3)]
-        assert all(shape[0] <= options.get("rows", 5) for shape in gathers)
-        names = [name for name, _ in over_tp]
-        assert names.count("reduce_scatter") == is_parallel
-        assert names.count("all_reduce") <= (0 if is_parallel else len(gathers))
-    is_free, over_cp = kind == "grpo", [shape for _, shape in ranks[0][1]]
-    reductions = over_cp if is_free else over_cp[1:]  # sizes first
-    assert {shape[0] for shape in reductions} == {6}
-    of_results = [shape for shape in reductions if len(shape) == 1]  # after the means
-    of_bins = [shape for shape in reductions if len(shape) == 2]
-    assert len(of_results) == (len(of_bins) if kind == "gspo by tokens" else 0)
-    assert len(of_bins) == 1 if is_free else len(of_bins) == 2 if "rows" in options else len(of_bins) > 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "has_terms", "on_policy"),
-    [
-        pytest.param("gspo", False, False, id="in-chunk and scale-last"),
-        pytest.param("gspo", True, False, id="two-pass"),
-        pytest.param("grpo", False, False, id="row-by-row"),
-        pytest.param("gspo", False, True, id="on-policy"),
+        pytest.param("gspo", 4, 48, None, 1, id="one product, an announced factor"),
+        pytest.param("gspo", 4, 48, 8.0, 1, id="one product, a power of two in backward"),
+        pytest.param("gspo", 4, 48, 24.0, 2, id="one product, another factor in backward"),
+        pytest.param("grpo", 4, 12, 24.0, 1, id="row-by-row"),
+        pytest.param("gspo", 4, 12, 24.0, 1, id="in-chunk"),
+        pytest.param("gspo", 1, 5, 24.0, 1, id="scale-last"),
     ],
 )
-def test_bad_data_on_one_rank_stops_all_of_them(kind, has_terms, on_policy):
-    """The last cp rank alone has it, in one of several bins: all tp and cp ranks raise after the same all-reduce."""
+def test_one_product_writes_16_bits_at_once_and_several_are_rounded_once(small_blocks, kind, documents, rows, factor, roundings):
+    """The budget holds exactly the rows there are."""
+    case = sixteen_bits(documents)
+    got = weight_gradient_of(kind, case, rows=rows, factor=factor or 1.0, loss_scale=None if factor else 1.0)
+    exact = weight_gradient_of(kind, case, rows=rows, loss_scale=1.0, main_grad=True)
+    wanted = exact.double() * (factor or 1.0)
+    # One rounding of 2^-8, and one more where 16 bits are multiplied by no power of two. 1e-6: sums in another order.
+    limit = roundings * 2**-8 * (1 + 2**-8) + 1e-6
+    assert ((got.double() - wanted).abs() <= limit * wanted.abs() + 1e-9 * wanted.abs().max()).all()
 
-    def told(groups) -> tuple[int, str]:
-        case, flat, options = of_rank(groups, has_terms=has_terms)
-        token = next(row for row in range(len(flat)) if flat[row] >= 20 and case.batch.loss_mask[row])  # of document 1
-        if groups.cp.rank() == 1:
-            case.hidden[token] = math.nan
-        return groups.cp.rank(), error_of(partial(loss_of_rank, groups, kind, case, on_policy=on_policy, **options))
 
-    for cp_rank, message in on_simulated_ranks(told, groups_of_ranks(tp=2, cp=2)):
-        assert message.startswith("DataError: document 1 of the micro-batch has 1 unmasked tokens")
-        assert ("in log_probs" if cp_rank else "on another context-parallel rank") in message
+@pytest.mark.parametrize("kind", ["gspo", "grpo"])
+@pytest.mark.parametrize("idle", [(0, 1, 2), (1, 2, 3), (0, 3), (0, 1, 2, 3)], ids=str)
+def test_chunks_without_a_coefficient_make_no_product(small_blocks, kind, idle):
+    """The first product, and it alone, writes where nothing is yet; without any product the gradient is 0."""
+    case = sixteen_bits(idle=idle)
+    got = weight_gradient_of(kind, case, loss_scale=1.0, fp32_logits=True, max_logits_bytes=12 * 64 * 4)
+    truth = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+    want = by_logits(kind, truth, **WIDE).weight_gradient
+    # float32 logits, so that the rounding of the result alone is left.
+    assert got.dtype == torch.bfloat16 and relative(got, want) < 2**-8 + 1e-5
+    assert bool(got.any()) == bool(want.any()) == (len(idle) < 4)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "grpo"])
+@pytest.mark.parametrize("num_chunks", [1, 16])
+def test_the_weight_gradient_of_16_bit_operands_does_not_lose_bits_with_chunks(kind, num_chunks):
+    """FB-85: the buffer is float32, whatever the number of chunks; rounding each chunk to bfloat16 costs 1e-2."""
+    case = sixteen_bits(16, hidden_size=32)
+    options = {"fp32_logits": True, "max_logits_bytes": 64 * 4 * (192 // num_chunks + 12)}
+    got = weight_gradient_of(kind, case, main_grad=True, **options)
+    truth = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+    want = by_logits(kind, truth, **WIDE).weight_gradient
+    # float32 logits, products and sums of bfloat16 operands: 1e-6; the bound leaves the exponential's own rounding.
+    assert float((got.double() - want).norm() / want.norm()) < 3e-6

@@ -39,20 +39,8 @@ RING_2 = {
     "commands": ("hosts", "testing", "train"),
     "benchmarks": ("hosts", "testing", "train"),
 }
-# Files that import modules whose names are put together at run time -> why that is no circle. Elsewhere such a name is a whole one.
-BY_NAME = {
-    "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
-    "commands/main.py": "a command is imported where it is typed",
-    "declare.py": "the first look into a registry imports what declares the built-ins; a name with a dot is a user's module",
-    "hosts/adapters.py": "the adapter of each name",
-    "hosts/args.py": "the host of a name, where a launch is read",
-}
-# The functions that import the modules that they are given by name.
-IMPORTERS = ("import_module",)
 ROOMS_WITH_MEGATRON = ("megatron", "testing", "train")
 FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/hosts.py", "benchmarks/peers.py")
-# The command that runs what is in testing/: the others must not import it.
-RUNS_TESTING = "commands/selftest.py"
 # The references that others are compared with: what they share with the package, they cannot find wrong.
 FILES_OF_TORCH_ALONE = ("testing/oracle.py",)
 FILES_WITHOUT_TORCH = (
@@ -74,46 +62,16 @@ def floor_of(room: str) -> int | None:
 
 @functools.cache  # a million nodes, which several tests ask for
 def imported_names(path: str, tree: ast.Module) -> list[tuple[int, str]]:
-    """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c. A module that is imported
-    by its name counts too, where the name is a whole one."""
-    return [*_imported_names(path, tree)]
-
-
-def _imported_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    package = [*([] if room_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
+    """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c."""
+    found, package = [], [*([] if room_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-    if path not in BY_NAME:
-        yield from ((line, name) for line, name in given_names(tree) if "{" not in name)
-
-
-def given_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of each module that a function of IMPORTERS is given, as text or as a constant of the file; with {} in the place
-    of what is put in at run time."""
-    constants: dict[str, ast.expr] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            target, value = node.targets[0], node.value
-            is_row = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-            pairs = zip(target.elts, value.elts, strict=True) if is_row else [(target, value)]
-            constants |= {name.id: given for name, given in pairs if isinstance(name, ast.Name)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS:
-            yield from ((node.lineno, name) for argument in node.args for name in texts_of(argument, constants))
-
-
-def texts_of(value: ast.expr, constants: Mapping[str, ast.expr]) -> Iterator[str]:
-    if isinstance(value, ast.Constant):
-        yield str(value.value)
-    elif isinstance(value, ast.JoinedStr):
-        yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in value.values)
-    elif isinstance(value, ast.Name) and value.id in constants:
-        yield from texts_of(constants[value.id], {})
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def layering_faults(path: str, tree: ast.Module) -> list[str]:
@@ -130,17 +88,12 @@ def layering_faults(path: str, tree: ast.Module) -> list[str]:
                 faults.append(f"{path}:{line}: {own} is of the core and imports {name}, of the outer ring")
             elif target in RING_2 and target != own and target not in RING_2[own]:
                 faults.append(f"{path}:{line}: {own} imports {name}: RING_2 does not say that it needs {target}")
-            elif own == "commands" and path != RUNS_TESTING and target == "testing":
-                faults.append(f"{path}:{line}: {name} is support of tests: {RUNS_TESTING} alone runs it")
             elif target != own and floor_of(target) >= floor_of(own):
                 faults.append(f"{path}:{line}: {own} imports {name}, but {target} does not stand below it")
         elif first == "megatron" and own not in ROOMS_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
             faults.append(f"{path}:{line}: {name} belongs in {', '.join((*ROOMS_WITH_MEGATRON, *FILES_WITH_MEGATRON))}")
         elif first == "torch" and path in FILES_WITHOUT_TORCH:
             faults.append(f"{path}:{line}: {name} in a file that works without torch")
-    if path not in BY_NAME:
-        put_together = [(line, name) for line, name in given_names(tree) if name.startswith("megatron_rl.") and "{" in name]
-        faults += [f"{path}:{line}: {name}: BY_NAME does not say why a name of ours is put together" for line, name in put_together]
     return faults
 
 
@@ -148,12 +101,10 @@ def layering_faults(path: str, tree: ast.Module) -> list[str]:
 FAULTS = [
     ("ops/log_probs.py", "import megatron_rl.losses.grpo", "losses does not stand below"),
     ("layout/groups.py", "from .. import losses", "losses does not stand below"),
-    ("config.py", "def f():\n    import_module('megatron_rl.ops')", "ops does not stand below"),
+    ("config.py", "def f():\n    import megatron_rl.ops", "ops does not stand below"),
     ("losses/grpo.py", "if TYPE_CHECKING:\n    import megatron_rl.weights", "not stand below"),
-    ("config.py", "import_module(f'megatron_rl.{name}')", "BY_NAME does not say"),
     ("losses/grpo.py", "from megatron.core import mpu", "belongs in"),
     ("config.py", "from torch import Tensor", "without torch"),
-    ("commands/explain/chain.py", "from megatron_rl.testing import ranks", "support of tests"),
     ("megatron/head.py", "from megatron_rl import hooks", "of the outer ring"),
     ("train/loop.py", "from megatron_rl.hosts import args", "RING_2 does not say"),
     ("utils.py", "", "no place in FLOORS"),
@@ -245,7 +196,7 @@ def test_no_file_of_the_package_imports_itself_through_others(package_trees, ben
     graph = imports_of_files(package_trees | benchmark_trees, modules)
     assert sum(map(len, graph.values())) > 1000, "imports were not found: the test looks in the wrong place"
     assert not circle_in(graph)
-    forms = ("from a import y", "def f():\n    import a", "if TYPE_CHECKING:\n    from a import y", "import_module('a').f")
+    forms = ("from a import y", "def f():\n    import a", "if TYPE_CHECKING:\n    from a import y")
     for code in forms:
         trees = {"a.py": ast.parse("import c"), "b.py": ast.parse(code), "c.py": ast.parse("from b import x")}
         assert circle_in(imports_of_files(trees, module_names(trees))), code
@@ -267,12 +218,6 @@ def test_no_file_is_longer_than_a_head_holds():
     counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     limits = {path: MAX_KERNEL_LINES if path.stem.endswith("_triton") else MAX_LINES for path in counts}
     assert not {str(path): count for path, count in counts.items() if count > limits[path]}
-
-
-def test_every_folder_of_the_package_is_a_package():
-    """Catches a folder without __init__.py: it imports from the checkout, and is missing from the wheel."""
-    folders = {path.parent for path in (ROOT / "megatron_rl").rglob("*.py")}
-    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
 OPTIONAL = ("triton", "megatron", "transformer_engine", "apex")

@@ -54,6 +54,7 @@ def arguments(entry: str, groups: ParallelGroups) -> dict:
     }
     if entry.startswith("linear"):
         hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator)
+        given["max_logits_bytes"] = 2 * 4 * VOCAB_SIZE  # document 1 is in several chunks
         return {"hidden": hidden.requires_grad_(), "weight": weight.clone().requires_grad_(), **given}
     return {"logits": logits.clone().requires_grad_(), **given}
 
@@ -171,7 +172,7 @@ def table_of(entry: str, group_name: str) -> dict[str, tuple[Callable, str | Non
 
 
 # Each entry over one group, each group with logits and with hidden states.
-ENTRIES = {"grpo_loss": "tp", "gspo_loss": "cp", "linear_grpo_loss": "cp", "linear_gspo_loss": "tp"}
+ENTRIES = {"grpo_loss": "tp", "gspo_loss": "cp", "linear_grpo_loss": "tp", "linear_gspo_loss": "cp"}
 ENTRIES |= {"vocab_parallel_log_probs": "tp", "linear_log_probs": "tp"}
 CASES = [(entry, group_name, name) for entry, group_name in ENTRIES.items() for name in table_of(entry, group_name)]
 
