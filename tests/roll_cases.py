@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +34,16 @@ from torch import Tensor
 
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.choice import Launch
+from megatron_rl.hosts.heads.carried_rows import carry_rows
 from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
+from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.layout_step import StepSample
 
 PAD_FACTOR = 16  # of a packed sequence, in ROLL
+FUSED = {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "true", "MEGATRON_RL_LOG_PROBS": "megatron_rl"}
+CHUNK = 3 * VOCABULARY * 4  # bytes of three rows of float32 logits of one tensor-parallel rank, six of two
 
 
 def worker_config(pg_variant: str | None, *, samples: int = 16, **settings: Any) -> SimpleNamespace:
@@ -94,8 +99,8 @@ class Data:
 class Strategy:
     """ROLL's Megatron strategy around one step of a case: its train_step without an optimiser."""
 
-    def __init__(self, case: RowCase, step: Step, poison: float | None, forward_step: Callable[..., Any]):
-        self.case, self.poison, self.forward_step = case, poison, forward_step
+    def __init__(self, case: RowCase, step: Step, poison: float | None, forward_step: Callable[..., Any], is_fused: bool):
+        self.case, self.poison, self.forward_step, self.is_fused = case, poison, forward_step, is_fused
         self.leaves = [values.float().requires_grad_() for values in step.log_probs]
         self.groups: ParallelGroups = resolve_groups()
         self.use_sequence_packing = case.packing != ROWS
@@ -145,7 +150,11 @@ class Strategy:
             rows.append(self._get_feature_on_this_cp_rank(logits[None]))
         size = VOCABULARY // self.case.tp
         shard = slice(self.groups.tp.rank() * size, (self.groups.tp.rank() + 1) * size)
-        return torch.cat(rows, dim=1 if self.use_sequence_packing else 0)[..., shard].contiguous()
+        whole = torch.cat(rows, dim=1 if self.use_sequence_packing else 0)
+        if self.is_fused:  # the rows as hidden states of a head whose weight is the unit matrix
+            inputs = HeadInputs(whole.transpose(0, 1), torch.eye(VOCABULARY)[shard], False)
+            return carry_rows(inputs, self.groups.tp, roll.HEAD).transpose(0, 1).contiguous()
+        return whole[..., shard].contiguous()
 
 
 def emulated_forward_step(strategy: Strategy, loss_func, data_iterator: Iterator[Data], model):
@@ -239,14 +248,19 @@ class Roll(Adapter):
         ours = {f"MEGATRON_RL_{name.upper()}": value for name, value in (own or {}).items()}
         launch, is_on_policy = self.settings(case, **settings, **ours)
         step = step if poison is None else self.poisoned(step, poison)
-        strategy = Strategy(case, step, poison, forward_step)
+        is_fused = launch.config.fused_lm_head_loss
+        strategy = Strategy(case, step, poison, forward_step, is_fused)
+        if is_fused:
+            launch = replace(launch, config=replace(launch.config, max_logits_bytes=CHUNK))
         loss = RollLoss(launch, strategy, is_on_policy=is_on_policy)
         order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
         data = Data({name: column[order] for name, column in step.columns.items()}, {})
         metrics = strategy.train_step(batch=data, loss_func=loss)
         is_first = strategy.groups.cp.rank() == strategy.groups.tp.rank() == 0
         total = sum(log["actor/total_loss@sum"] for log in metrics) if is_first else 0.0
-        return Result(total, gradients_of(strategy.leaves), metrics)
+        # With the head the gradient of a hidden state is complete on each tensor-parallel rank.
+        gradients = [gradient / (case.tp if is_fused else 1) for gradient in gradients_of(strategy.leaves)]
+        return Result(total, gradients, metrics)
 
     def host_factor(self, case, num_microbatches):
         return num_microbatches * case.dp

@@ -1,32 +1,20 @@
-"""Hidden states in the place of logits in verl, NeMo-RL and ROLL: whole steps, several temperatures, MTP's loss, what is refused.
+"""Hidden states in the place of logits in verl, NeMo-RL and ROLL: several temperatures, MTP's loss, shards, and what is refused.
 
-tests/test_verl_engines.py and tests/test_nemo_rl.py run the hosts' own code with them; ROLL's is here.
-
-ROLL_ROOT=... pytest -m host --require host tests/test_carried_rows.py
+tests/test_verl_engines.py, tests/test_nemo_rl.py and tests/test_roll.py have steps with them, and run the hosts' own code.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib
 import math
-from dataclasses import replace
-from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import roll_cases
 import torch
-from adapter_cases import VOCABULARY as ROLL_VOCABULARY
-from adapter_cases import RowCase, Step
 from forked import in_fork
-from host_checkouts import ROLL
 from linear_cases import relative
 from own_log_probs import with_ours
-from roll_cases import ADAPTER, Data
 from test_forward_step import SeenShapes
 from test_host_log_probs import HIDDEN, LIMIT, SMALL, VOCABULARY, model_utils
-from test_roll import roll_forward_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -36,7 +24,6 @@ from megatron_rl.hosts.heads import carried_rows, log_probs
 from megatron_rl.hosts.heads.carried_rows import CarriedRows, carry_rows
 from megatron_rl.hosts.heads.placed_rows import place_rows, with_logits
 from megatron_rl.hosts.heads.roll import place
-from megatron_rl.hosts.roll_loss import RollLoss
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.ranks import run_ranks
@@ -49,36 +36,31 @@ SETTING = "actor_rollout_ref.model.use_fused_kernels=True"
 class Body(nn.Module):
     """A model as verl's engine and our head see it: an embedding, a layer of multi-token prediction, Megatron's output layer."""
 
-    def __init__(
-        self, *, has_mtp: bool = False, is_sequence_parallel: bool = False, vocabulary: int = VOCABULARY, width: int = HIDDEN
-    ):
+    def __init__(self, *, has_mtp: bool = False):
         super().__init__()
         from megatron.core.tensor_parallel import ColumnParallelLinear
 
         from megatron_rl.megatron.model import transformer_config
 
-        options = {"sequence_parallel": is_sequence_parallel, "mtp_num_layers": 1 if has_mtp else None}
-        self.config = transformer_config(num_layers=1, hidden_size=width, num_attention_heads=2, **options)
-        self.embedding, self.mtp = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        layers = {"num_layers": 1, "mtp_num_layers": 1 if has_mtp else None}
+        self.config = transformer_config(hidden_size=HIDDEN, num_attention_heads=2, **layers)
+        self.embedding, self.mtp = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.output_layer = ColumnParallelLinear(
-            width, vocabulary, config=self.config, init_method=nn.init.zeros_, bias=False, gather_output=False
+            HIDDEN, VOCABULARY, config=self.config, init_method=nn.init.zeros_, bias=False, gather_output=False
         )
         self.detaches_head = True
-        group = importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
         generator = torch.Generator().manual_seed(2)
-        weight = torch.randn(vocabulary, width, generator=generator)
+        weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
         with torch.no_grad():
             for parameter in (self.embedding.weight, self.mtp.weight, self.mtp.bias):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            self.output_layer.weight.copy_(weight.chunk(group.size())[group.rank()])
+            self.output_layer.weight.copy_(weight)
 
     def forward(self, tokens, labels=None):
         from megatron.core import tensor_parallel
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
         hidden = self.embedding(tokens).transpose(0, 1)
-        if self.config.sequence_parallel:
-            hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
         if labels is not None:
             # As verl's mtp_patch: the loss of the layer does not train the head.
             given = {name: value.detach() for name, value in self.output_layer.named_parameters()}
@@ -347,18 +329,7 @@ def test_the_loss_of_mtp_of_newer_megatron_core_has_its_logits():
     run_ranks(core_has_the_loss, 1)
 
 
-# ROLL: a step without logits, and mcore_adapter's hook
-
-OURS = {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "true", "MEGATRON_RL_LOG_PROBS": "megatron_rl"}
-# Float32: a loss is one sum of a step's tokens; a gradient adds products of other chunks.
-OF_LOSS, OF_GRADIENT = 1e-6, 1e-5
-LAYOUTS = [
-    {"tp": 1, "sizes": (3, 5)},
-    {"tp": 2, "sizes": (6, 2)},
-    {"cp": 2, "sizes": (2, 4), "num_samples": 6},
-    {"tp": 2, "cp": 2, "sizes": (2, 4), "num_samples": 6},
-]
-TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
+# ROLL's models have a hook on the output layer
 
 
 class Contiguous(torch.autograd.Function):
@@ -378,107 +349,28 @@ def mca_lora_logits_postprocess_hook(module, given, output):
     return Contiguous.apply(output[0]), output[1]
 
 
-def rolls_own_hook():
-    """Of mcore_adapter's file, whose imports are not here."""
-    path = "mcore_adapter/src/mcore_adapter/models/model_utils.py"
-    names = ("_McaLoraLogitsHelper", "_mca_lora_logits_postprocess", "mca_lora_logits_postprocess_hook")
-    tree = ast.parse(ROLL.source(path))
-    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
-    found = {"torch": torch}
-    exec(compile(tree, path, "exec"), found)
-    return found["mca_lora_logits_postprocess_hook"]
-
-
-def model_of(hook, *, is_sequence_parallel: bool = False) -> Body:
-    model = Body(vocabulary=ROLL_VOCABULARY, is_sequence_parallel=is_sequence_parallel)
+def model_with(hook) -> Body:
+    model = Body()
     model.output_layer.register_forward_hook(hook)
     return model
 
 
-class Strategy(roll_cases.Strategy):
-    """Its logits are a model's, in training and where log-probabilities are measured."""
-
-    def __init__(self, case: RowCase, step: Step, forward_step, model: Body):
-        super().__init__(case, step, None, forward_step)
-        self.models_unwrapped = [model]
-
-    def logits(self, data: Data):
-        return self.models_unwrapped[0](self._get_feature_on_this_cp_rank(data.batch["input_ids"]))
-
-
-def roll_step_of(case: RowCase, model: Body, forward_step, *, is_fused: bool):
-    """(loss of this rank's metrics, gradients, most rows of a tensor as wide as the logits)."""
-    step = ADAPTER.step(case)
-    launch, is_on_policy = ADAPTER.settings(case, **TERMS, **(OURS if is_fused else {}))
-    launch = replace(launch, config=replace(launch.config, max_logits_bytes=3 * ROLL_VOCABULARY * 4))
-    strategy = Strategy(case, step, forward_step, model)
-    if is_fused:
-        place(strategy)
-    loss = RollLoss(launch, strategy, is_on_policy=is_on_policy)
-    order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
-    data = Data({name: column[order] for name, column in step.columns.items()}, {})
-    with SeenShapes() as seen:
-        metrics = strategy.train_step(batch=data, loss_func=loss)
-    columns = model.output_layer.weight.shape[0]
-    rows = max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
-    total = sum(log["actor/total_loss@sum"] for log in metrics)
-    return total, {name: parameter.grad for name, parameter in model.named_parameters()}, rows
-
-
-def roll_steps_on_a_rank(rank: int, case: RowCase, is_sequence_parallel: bool, is_rolls: bool):
-    hook, forward_step = mca_lora_logits_postprocess_hook, roll_cases.emulated_forward_step
-    if is_rolls:
-        hook, forward_step = rolls_own_hook(), roll_forward_step
-    return [
-        roll_step_of(case, model_of(hook, is_sequence_parallel=is_sequence_parallel), forward_step, is_fused=is_fused)
-        for is_fused in (False, True)
-    ]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(
-    ("loss", "is_rolls"), [("gspo", False), ("cispo", False), pytest.param("gspo", True, marks=pytest.mark.host("ROLL_ROOT"))]
-)
-def test_a_step_is_that_of_logits_and_makes_none(loss, is_rolls, layout):
-    """tp with sequence parallelism, cp, KL and entropy terms, chunks of a few rows; ROLL's own forward step and hook."""
-    case = RowCase(loss=loss, aggregation="prompt_mean", **layout)
-    options = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp, "timeout": 300}
-    work = partial(roll_steps_on_a_rank, case=case, is_sequence_parallel=case.tp > 1, is_rolls=is_rolls)
-    for of_logits, of_hidden in run_ranks(work, case.tp * case.cp, **options):
-        assert abs(of_hidden[0] - of_logits[0]) < OF_LOSS * max(abs(of_logits[0]), 1)
-        for name in ("embedding.weight", "output_layer.weight"):
-            assert of_logits[1][name].abs().max() > 1e-3, "a step that trains something"
-            assert relative(of_hidden[1][name], of_logits[1][name]) < OF_GRADIENT, name
-        # All rows of a micro-batch with logits; without, a chunk, or the columns of a weight that is turned.
-        assert of_hidden[2] <= max(HIDDEN, 3 * case.tp) < 16 <= of_logits[2]
-
-
 def hooks_on_a_rank(rank: int):
     tokens = torch.zeros(2, 4, dtype=torch.int64)
-    model = model_of(mca_lora_logits_postprocess_hook)
+    model = model_with(mca_lora_logits_postprocess_hook)
     place(SimpleNamespace(models_unwrapped=[model]))
     layer = model.output_layer
     assert isinstance(model(tokens), CarriedRows) and not hasattr(layer, "calls")
     # The layer's own logits, for a loss that does not train the head, have the hook.
     own, _ = layer(torch.ones(4, 2, HIDDEN), weight=layer.weight.detach())
     assert type(own) is torch.Tensor and layer.calls == 1
-    left = model_of(lambda *_: None)
+    left = model_with(lambda *_: None)
     with pytest.raises(ConfigError, match=r"the output layer has a hook, .*lambda.*test_carried_rows.py:\d+.*remove the hook"):
         place(SimpleNamespace(models_unwrapped=[left]))
     left.output_layer.register_forward_hook(mca_lora_logits_postprocess_hook)
     for has_gradients in (True, False):  # without place it would be given CarriedRows
         with torch.set_grad_enabled(has_gradients), pytest.raises(ConfigError, match="`view_as`"):
             left(tokens)
-    case = RowCase(loss="grpo", aggregation="token_mean")
-    step = ADAPTER.step(case)
-    strategy = Strategy(case, step, roll_cases.emulated_forward_step, left)
-    launch, is_on_policy = ADAPTER.settings(case, **OURS)
-    loss = RollLoss(launch, strategy, is_on_policy=is_on_policy)
-    # What a host's function of autograd may make of CarriedRows.
-    strategy.logits = lambda data: torch.zeros(*data.batch["input_ids"].shape, HIDDEN)
-    with pytest.raises(ConfigError, match="FUSED_LM_HEAD_LOSS=true: the loss is given a plain tensor"):
-        strategy.train_step(batch=Data(step.columns, {}), loss_func=loss)
     left.config.fp16 = True
     with pytest.raises(ConfigError, match=r"HEAD_LOSS=true with fp16: .*train in bf16"):
         place(SimpleNamespace(models_unwrapped=[left]))

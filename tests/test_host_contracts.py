@@ -84,6 +84,7 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "nemo_rl/models/generation/vllm/vllm_worker.py": ('self.cfg["vllm_cfg"].get("logprobs_mode")',),
         "nemo_rl/models/generation/megatron/megatron_worker.py": ('logprobs_mode="processed_logprobs"',),
+        "nemo_rl/algorithms/utils.py": ("logprobs = torch.where(mask.bool(), logprobs, 0.0)",),
         "nemo_rl/algorithms/logits_sampling_utils.py": (
             "top_k is not None and top_k > 0",
             "top_p is not None and top_p != 1.0",

@@ -16,22 +16,18 @@ import own_log_probs
 import pytest
 import torch
 from adapter_cases import (
-    EACH_SEQUENCE,
     LOSSES,
     ONE_CALL,
-    PACKINGS,
     ROWS,
     Call,
     RowCase,
     Step,
-    check_kl,
     emulated,
     logits_of,
     too_large,
 )
 from forked import forked, in_fork
 from host_checkouts import NEMO_RL
-from linear_cases import relative
 from nemo_rl_cases import ADAPTER, counts_of, mask_of
 
 from megatron_rl.errors import ConfigError, DataError
@@ -217,18 +213,6 @@ for config, loss in zip(configs, losses):
     kind = type(trainer._create_advantage_estimator(config).compute_advantage).__name__
     print(type(loss).__name__, loss.launch, loss.samples_per_step, kind)
 """
-COMPOSER = """
-class OverridesError(Exception): pass
-def register_omegaconf_resolvers(): pass
-def load_config(path):
-    return {"path": path}
-def parse_hydra_overrides(config, overrides):
-    if not config["path"].endswith("run.yaml") or not overrides[0].startswith("++loss_fn."): raise OverridesError("no loss_fn")
-    name, value = overrides[0].removeprefix("++loss_fn.").split("=")
-    return {"loss_fn": {name: value}}
-class OmegaConf:
-    to_container = staticmethod(lambda config, resolve: config if resolve else {})
-"""
 
 
 @pytest.fixture
@@ -263,19 +247,6 @@ def test_the_launcher_ends_with_each_problem_and_after_a_check_without_one(scrip
     assert (code, out) == (0, "") and "megatron_rl=gspo.token_mean in NeMo-RL" in error and "ends here" in error
 
 
-def test_a_line_is_composed_by_nemo_rls_own_functions():
-    def work() -> None:
-        sys.modules.update(emulated(TRAINER, nemo_rl.TRAINER) | emulated(COMPOSER, "nemo_rl.utils.config", "omegaconf"))
-        line = ["-m", "megatron_rl.hosts.launch", "run_grpo.py", "--config", "run.yaml", "++loss_fn.megatron_rl=gspo.token_mean"]
-        assert nemo_rl.check(nemo_rl.compose(line)) == [
-            "megatron_rl=gspo.token_mean in NeMo-RL, clip 0.0003/0.0004 (the loss's own clip)"
-        ]
-        with pytest.raises(ConfigError, match="NeMo-RL's own reader refuses the line: no loss_fn"):
-            nemo_rl.compose(["run_grpo.py", "loss_fn.megatron_rl=gspo.token_mean"])
-
-    in_fork(work)
-
-
 def test_another_trainer_is_refused_and_a_script_has_its_own_exit_code(script):
     text = script.read_text()
     script.write_text(text.replace("losses = [", "sys.exit(3)\nlosses = [", 1))
@@ -295,17 +266,6 @@ class Policy:
 
 def setup(master_config, tokenizer, policy_factory=None):
     return (Policy if policy_factory is None else policy_factory)(config=master_config)
-
-
-def test_a_nemo_rl_without_such_workers_is_refused():
-    def older(master_config, tokenizer):
-        pass
-
-    trainer = SimpleNamespace(Policy=lambda config: None)
-    with pytest.raises(ConfigError, match=r"setup takes no policy_factory \(.*test_nemo_rl.py:\d+\)"):
-        nemo_rl_head.with_our_worker(trainer, older, ("config", "tokenizer"), {})
-    with pytest.raises(ConfigError, match=r"takes no worker_extension_cls_fqn \(.*test_nemo_rl.py:\d+\)"):
-        nemo_rl_head.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
 
 
 ALONE = {"megatron_rl_log_probs": "megatron_rl"}
@@ -359,11 +319,12 @@ def test_the_workers_of_a_launch_of_nemo_rl():
 # NeMo-RL's own code
 
 
-def load_nemo_rl(cp_group, output_of=None, temperature=1.0):
+def load_nemo_rl(cp_group, is_fused=False):
     """(its ClippedPGLossFn by settings, a call through its LossPostProcessor). For a rank that ends with the test: an index that
     NeMo-RL's gather sends to the GPU stays on the CPU.
 
-    output_of: what the model gives for these rows; the call is then NeMo-RL's forward step, with a temperature."""
+    is_fused: the model gives the rows of logits as hidden states of a head whose weight is the unit matrix, and the call is
+    NeMo-RL's forward step."""
     make_tensor = torch.tensor
     torch.tensor = lambda *given, pin_memory=False, **options: make_tensor(*given, **options)
     torch.Tensor.cuda = lambda tensor, **options: tensor
@@ -398,16 +359,18 @@ def load_nemo_rl(cp_group, output_of=None, temperature=1.0):
             width = data["token_mask"].shape[1]
             output = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part))) for part in logits])
         batch = batches.BatchedDataDict(data)
-        if output_of is None:
+        if not is_fused:
             return processor(batch, packed, *counts)(output)
+        inputs = HeadInputs(output.transpose(0, 1).contiguous(), torch.eye(output.shape[-1]), False)
+        carried = carry_rows(inputs, SINGLE, nemo_rl_head.FUSED_HEAD)
         given = SimpleNamespace(data_dict=batch, input_ids_cp_sharded=torch.zeros(1), packed_seq_params=packed, **nothing)
         found, process = train.forward_with_post_processing_fn(
             iter([given]),
-            lambda **inputs: output_of(output),
+            lambda **inputs: carried.transpose(0, 1).contiguous(),
             processor,
             global_valid_seqs=counts[0],
             global_valid_toks=counts[1],
-            sampling_params=SimpleNamespace(temperature=temperature, top_k=None, top_p=1.0),
+            sampling_params=SimpleNamespace(temperature=1.0, top_k=None, top_p=1.0),
         )
         return process(found)
 
@@ -417,71 +380,29 @@ def load_nemo_rl(cp_group, output_of=None, temperature=1.0):
     return own, call
 
 
-def by_nemo_rl(cp_group: Any) -> dict[str, Any]:
-    """For `run` of the adapter."""
-    own, call = load_nemo_rl(cp_group)
+def errors_by_nemo_rl(rank: int, chosen: list[RowCase], is_fused: bool | None = None) -> dict[str, float]:
+    """is_fused: by our log-probabilities, from logits or from hidden states; None: by NeMo-RL's."""
+    group = torch.distributed.group.WORLD
+    own, call = load_nemo_rl(group, bool(is_fused))
+    if is_fused is not None:
+        own_log_probs.install("NeMo-RL")
+        log_probs.MAX_LOGITS_BYTES = 5 * 50 * 4
 
     def start(case: RowCase, step: Step, _: Any, **settings: Any) -> Call:
         return ADAPTER.by(call, ADAPTER.loss(case, own, **settings), case, step)
 
-    return {"start": start, "cp_group": cp_group}
-
-
-def errors_by_nemo_rl(rank: int, chosen: list[RowCase]) -> dict[str, float]:
-    by = by_nemo_rl(torch.distributed.group.WORLD)
-    return {str(case): ADAPTER.error(case, **by) for case in chosen}
+    return {str(case): ADAPTER.error(case, start=start, cp_group=group) for case in chosen}
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
+@pytest.mark.parametrize("is_fused", [None, False, True], ids=["NeMo-RL's log-probabilities", "ours", "our head"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_nemo_rls_own_loss_path_is_exact_with_ours(cp):
+def test_nemo_rls_own_loss_path_is_exact_with_ours(cp, is_fused):
     """Three losses, four aggregations, packings, dp and micro-batches, ragged groups, fully masked and dropped samples; real cp
-    ranks, where NeMo-RL gathers the log-probabilities and always packs."""
+    ranks, where NeMo-RL gathers the log-probabilities, always packs, and refuses its own head."""
     chosen = [case for case in ADAPTER.matrix(LOSSES) if case.cp == cp and (cp == 1 or case.packing != ROWS)]
-    for found in run_ranks(errors_by_nemo_rl, cp, chosen, timeout=500, use_megatron=False):
+    for found in run_ranks(errors_by_nemo_rl, cp, chosen, is_fused, timeout=500, use_megatron=False):
         assert len(found) == len(chosen) >= 24 and not too_large(found)
-
-
-def check_kl_by_nemo_rl(rank: int, case: RowCase) -> None:
-    step, by = ADAPTER.step(case), by_nemo_rl(torch.distributed.group.WORLD)
-    check_kl(*(ADAPTER.run(case, step, **by, **settings) for settings in ({}, OF_KL)), step, "unbiased")
-
-
-@pytest.mark.host("NEMO_RL_ROOT")
-@pytest.mark.parametrize("cp", [1, 2])
-def test_nemo_rls_own_loss_path_is_exact_with_our_kl(cp):
-    case = RowCase(loss="gspo", aggregation="token_mean", dp=2, cp=cp, sizes=(2, 5), packing=EACH_SEQUENCE)
-    run_ranks(check_kl_by_nemo_rl, cp, case, use_megatron=False)
-
-
-@pytest.mark.host("NEMO_RL_ROOT")
-def test_the_tokens_that_nemo_rls_own_filter_leaves_out_are_found():
-    """FB-161: sampler and trainer keep by top-p 0.8, their logits differ in rounding; NeMo-RL's filter and mask make the scores."""
-
-    def work() -> None:
-        keep = NEMO_RL.load("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
-        mask_out = NEMO_RL.load("nemo_rl.algorithms.utils").mask_out_neg_inf_logprobs
-        generator = torch.Generator().manual_seed(0)
-        trainer = 4 * torch.randn(8, 500, 50, generator=generator)
-        sampler = trainer + 0.05 * torch.randn(trainer.shape, generator=generator)
-        of_sampler = keep(sampler, None, 0.8)[0].log_softmax(-1)
-        taken = torch.multinomial(of_sampler.exp().flatten(0, 1), 1, generator=generator).view(8, 500, 1)
-        sampled = of_sampler.gather(-1, taken)[..., 0]
-        kept = keep(trainer, None, 0.8)[0].log_softmax(-1)
-        scored, is_sure = kept.gather(-1, taken)[..., 0], kept.isfinite().sum(-1) == 1
-        is_left_out, mask = scored.isinf(), torch.ones(8, 500)
-        log_probs = mask_out(scored, mask, "curr_logprobs")
-        loss = ADAPTER.loss(TOKEN_MEAN, top_p=0.8)
-        columns = [torch.nn.functional.pad(one, (1, 0)) for one in (log_probs, sampled)]
-        data = dict(zip(("prev_logprobs", "generation_logprobs"), columns, strict=True))
-        found = loss._unscored(log_probs, data, mask.bool())
-        print(int(is_left_out.sum()), int(is_sure.sum()), int((found & ~is_left_out).sum()))
-        assert is_left_out.any() and (is_sure & ~is_left_out).any()
-        assert bool(found[is_left_out].all()), "each of them"
-        others = found & ~is_left_out  # one token is left in the trainer's set, and more in the sampler's
-        assert bool(is_sure[others].all()) and int(others.sum()) < int((is_sure & ~is_left_out).sum()) / 10
-
-    out, _ = in_fork(work)
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
@@ -511,61 +432,3 @@ def test_our_adapter_fits_nemo_rls_own_trainer():
         assert torch.allclose(weighed, plain * factors * mask, rtol=1e-5)
 
     in_fork(work)
-
-
-# Sums of 20 columns in two orders.
-OF_GRADIENTS = 1e-5
-
-
-def nemo_rls_own_loss(rank: int) -> None:
-    """Its ClippedPGLossFn on real context-parallel ranks, in each packing, from hidden states through its
-    forward_with_post_processing_fn, at a temperature: by a product that makes logits and NeMo-RL's functions or ours, and by our
-    head. The gradients are of the numbers that hidden states are made of, and of the weight."""
-    group = torch.distributed.group.WORLD
-    weight = torch.eye(50) + 0.2 * torch.randn(50, 50, generator=torch.Generator().manual_seed(3))
-    leaf = weight.requires_grad_()
-    seen = []
-
-    def by_logits(hidden):
-        return hidden @ leaf.T
-
-    def by_our_head(hidden):
-        seen.append(carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl_head.FUSED_HEAD).transpose(0, 1))
-        return seen[-1]
-
-    chosen = [case for case in ADAPTER.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
-    chosen = [case for case in chosen if group.size() == 1 or case.packing != ROWS]
-
-    def results(output_of):
-        own, call = load_nemo_rl(group, output_of, 0.7)
-        found = []
-        for case in chosen:
-            leaf.grad = None
-            loss = own({"reference_policy_kl_penalty": 0.1, "ratio_clip_min": 0.2, "ratio_clip_max": 0.28})
-            step = ADAPTER.step(case)
-            calls = ADAPTER.by(call, loss, case, step)
-            result = ADAPTER.run(case, step, start=lambda *_, calls=calls: calls, cp_group=group)
-            found.append((result.loss, [torch.cat(result.gradients), leaf.grad]))
-        return found
-
-    theirs = results(by_logits)
-    own_log_probs.install("NeMo-RL")
-    log_probs.MAX_LOGITS_BYTES = 5 * 50 * 4
-    ours, of_head = results(by_logits), results(by_our_head)
-    module = NEMO_RL.load("nemo_rl.distributed.model_utils")
-    assert hasattr(module.DistributedLogprob, log_probs.MARK)
-    assert not hasattr(module.DistributedLogprobWithSampling, log_probs.MARK)  # of a filter of the sampler
-    assert seen and {case.packing for case in chosen} == set(PACKINGS[group.size() > 1 :])
-    for (their_loss, their_gradients), *found in zip(theirs, ours, of_head, strict=True):
-        for loss, gradients in found:
-            assert loss == pytest.approx(their_loss, rel=OF_GRADIENTS)
-            for their_gradient, gradient in zip(their_gradients, gradients, strict=True):
-                # Logits that are float32 sums of 50 products are rounded in another order, some near 30, before their exponential.
-                assert relative(gradient, their_gradient) < 4 * OF_GRADIENTS
-
-
-@pytest.mark.host("NEMO_RL_ROOT")
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_nemo_rls_own_loss_has_its_own_gradients_by_our_functions_and_head(cp):
-    """With context parallelism and packed rows, where NeMo-RL refuses its own head."""
-    run_ranks(nemo_rls_own_loss, cp, timeout=500, use_megatron=False)

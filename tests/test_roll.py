@@ -15,7 +15,7 @@ import own_log_probs
 import pytest
 import roll_cases as cases
 import torch
-from adapter_cases import LOSSES, VOCABULARY, RowCase, emulated, too_large
+from adapter_cases import LOSSES, VOCABULARY, RowCase, emulated, largest_error, too_large
 from forked import forked, in_fork
 from host_checkouts import ROLL
 from roll_cases import ADAPTER
@@ -42,6 +42,46 @@ def test_the_entropy_term_is_a_mean_over_samples_with_the_hosts_coefficient():
         torch.testing.assert_close(found.gradients[index] - plain.gradients[index], values.grad, rtol=1e-4, atol=1e-7)
         total += float(loss.detach())
     assert found.loss - plain.loss == pytest.approx(total, rel=1e-4)
+
+
+# Our head
+
+TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
+WITH_HEAD = [
+    RowCase(loss=loss, aggregation="prompt_mean", **layout)
+    for loss in ("gspo", "cispo")
+    for layout in (
+        {"sizes": (3, 5)},
+        {"tp": 2, "sizes": (6, 2)},
+        {"cp": 2, "sizes": (2, 4), "num_samples": 6},
+        {"tp": 2, "cp": 2, "sizes": (2, 4), "num_samples": 6},
+    )
+]
+
+
+def results_of_logits_and_head(rank: int, case: RowCase, forward_step: Any) -> list[cases.Result]:
+    step = ADAPTER.step(case)
+    return [ADAPTER.run(case, step, forward_step=forward_step, **TERMS, **own) for own in ({}, cases.FUSED)]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("is_rolls", [False, pytest.param(True, marks=pytest.mark.host("ROLL_ROOT"))])
+@pytest.mark.parametrize("case", WITH_HEAD, ids=str)
+def test_a_step_of_hidden_states_is_that_of_logits(case, is_rolls):
+    """tp, cp, KL and entropy terms, chunks of a few rows; ROLL's own forward step."""
+    forward_step = roll_forward_step if is_rolls else cases.emulated_forward_step
+    layout = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp, "timeout": 300}
+    parts = run_ranks(results_of_logits_and_head, case.tp * case.cp, case, forward_step, **layout)
+    of_logits, of_head = map(cases.added_up, zip(*parts, strict=True))
+    assert largest_error(of_head, of_logits.loss, of_logits.gradients) < 1e-5  # float32, in chunks of other rows
+
+
+def test_a_plain_tensor_in_the_place_of_hidden_states_is_refused(monkeypatch):
+    """What a host's function of autograd may make of them."""
+    case = RowCase(loss="grpo", aggregation="token_mean")
+    monkeypatch.setattr(cases.Strategy, "logits", lambda self, data: torch.zeros(*data.batch["input_ids"].shape, VOCABULARY))
+    with pytest.raises(ConfigError, match="FUSED_LM_HEAD_LOSS=true: the loss is given a plain tensor"):
+        ADAPTER.run(case, ADAPTER.step(case), **cases.FUSED)
 
 
 # Refusals
@@ -112,15 +152,12 @@ def test_another_contract_is_refused():
     assert code == 1 and "Strategy.train_step takes" in error, error
 
 
-BOTH = {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "true", "MEGATRON_RL_LOG_PROBS": "megatron_rl"}
-
-
 @pytest.mark.parametrize(
     ("variant", "variables", "is_ours", "is_replaced", "placed"),
     [
         ("gspo.prompt_mean", {}, True, False, []),
         ("gspo.prompt_mean", {"MEGATRON_RL_LOG_PROBS": "megatron_rl"}, True, True, []),
-        ("gspo.prompt_mean", BOTH, True, True, [((), f"{roll.HEAD}=true")]),  # a stage without an output layer
+        ("gspo.prompt_mean", cases.FUSED, True, True, [((), f"{roll.HEAD}=true")]),  # a stage without an output layer
         ("ppo", {"MEGATRON_RL_LOG_PROBS": "megatron_rl"}, False, True, []),
         (None, {"MEGATRON_RL_LOG_PROBS": "megatron_rl"}, False, True, []),
         ("gspo.prompt_mean", {"MEGATRON_RL_LOG_PROBS": "roll"}, True, False, []),
@@ -149,7 +186,7 @@ def test_our_worker_of_roll_has_our_log_probabilities_and_head_with_our_loss_or_
 def test_a_roll_whose_strategy_has_no_models_is_refused():
     def work() -> None:
         own_log_probs.modules_of("ROLL")
-        worker = cases.worker_config("gspo.prompt_mean", **BOTH)
+        worker = cases.worker_config("gspo.prompt_mean", **cases.FUSED)
         with pytest.raises(ConfigError, match="Strategy has no models_unwrapped, and .* was probed"):
             started_with(worker, "    models_unwrapped = ()\n")
 
