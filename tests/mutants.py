@@ -62,7 +62,7 @@ JUDGES = {
     "hosts/heads/placed_head.py": "carrier",
     "hosts/host_run.py": "hooks hosts carrier",
     "hosts/reducer.py": "hosts hooks own | hosts",
-    "hosts/train_rl.py": "train_rl",
+    "hosts/train_rl.py": "megatron_lm",
     "hosts/dense_rows.py": "adapters verl skyrl nemo_rl roll",
     "hosts/choice.py": "adapters refused verl skyrl nemo_rl roll",
     "hosts/run.py": "hooks nemo_rl adapters",

@@ -32,7 +32,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,7 +78,6 @@ class EngineLayout:
     remove_padding: bool = True  # packed rows (thd)
     has_our_log_probs: bool = False
     is_fused: bool = False  # use_fused_kernels
-    backend: str = "triton"  # of verl's fused kernels, FSDP engine
 
     def __str__(self) -> str:
         sizes = [f"{name.split('_')[0]} {size}" for name, size in self.parallel.items()]
@@ -90,24 +88,12 @@ class EngineLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerlRun:
-    """One training run of a loss: its batches are optimiser steps, or several with mini_batches."""
-
-    loss_mode: str
-    actor: dict[str, Any]  # what a launch line sets of the actor
-    mini_batches: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """The batch of a step as verl's trainer holds it: left-padded prompts, right-padded responses."""
 
     tensors: dict[str, Tensor]  # [S, ...]
-    rewards: Tensor  # [S]
     prompt_ids: Sequence[str]
-    temperature: float | Tensor  # a number, or one a sample [S]
     sessions: Sequence[int] | None = None  # the rollout of each sample, among those of its prompt; None: of the old trainer
-    advantages: Tensor | None = None  # [S, R]; None: of verl's grpo
 
 
 def run_verl(
@@ -115,10 +101,11 @@ def run_verl(
     root: str,
     folder: str,
     layout: EngineLayout,
-    runs: Sequence[VerlRun],
+    runs: Sequence[dict[str, Any]],
     rollouts: Sequence[Rollout],
 ) -> list[dict[str, Tensor]]:
-    """The weights that each run leaves, by their names in the folder's format; on the first rank."""
+    """The weights that each run leaves, by their names in the folder's format; on the first rank. runs: what a launch line sets of
+    the actor. rollouts: one an optimiser step."""
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     os.environ.update({"LOCAL_RANK": "0", "VERL_ENGINE_DEVICE": "cuda", "VERL_LOGGING_LEVEL": "ERROR"})
     sys.dont_write_bytecode = True
@@ -182,7 +169,7 @@ def make_worker(folder: str, layout: EngineLayout) -> Any:
         use_remove_padding=layout.remove_padding and layout.engine == "megatron",
         enable_gradient_checkpointing=False,
         use_fused_kernels=layout.is_fused,
-        fused_kernel_options={"impl_backend": layout.backend},
+        fused_kernel_options={"impl_backend": "triton"},
     )
     batches = {
         "use_dynamic_bsz": layout.micro_batch_size is None,
@@ -214,47 +201,32 @@ def make_worker(folder: str, layout: EngineLayout) -> Any:
     return worker
 
 
-def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: EngineLayout) -> None:
-    """As verl's trainer: the estimator on the whole batch, the parts to the workers, update_actor. The batch has the columns that
-    verl's agent loops write."""
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+def train(worker: Any, actor: dict[str, Any], rollouts: Sequence[Rollout], layout: EngineLayout) -> None:
+    """As verl's trainer: the parts to the workers, update_actor. The batch has the columns that verl's agent loops write."""
     from verl.utils import tensordict_utils as tu
     from verl.workers import config as configs
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    loss = configs.PolicyLossConfig(loss_mode=run.loss_mode)
+    loss = configs.PolicyLossConfig(loss_mode=actor["loss_mode"])
+    others = {name: value for name, value in actor.items() if name != "loss_mode"}
     sizes = {"rollout_n": GROUP_SIZE, "ppo_micro_batch_size_per_gpu": 1}
     strategy = "megatron" if layout.engine == "megatron" else "fsdp"
-    worker.set_loss_fn(partial(ppo_loss, config=configs.ActorConfig(strategy=strategy, policy_loss=loss, **sizes, **run.actor)))
+    worker.set_loss_fn(partial(ppo_loss, config=configs.ActorConfig(strategy=strategy, policy_loss=loss, **sizes, **others)))
     for rollout in rollouts:
-        mask, number = rollout.tensors["response_mask"], len(rollout.rewards)
-        last = torch.zeros_like(mask, dtype=torch.float32)
-        last[:, 0] = rollout.rewards  # the estimators add up a response's rewards
-        advantages = rollout.advantages
-        if advantages is None:
-            advantages, _ = get_adv_estimator_fn("grpo")(
-                token_level_rewards=last, response_mask=mask, index=np.array(rollout.prompt_ids, dtype=object), config={}
-            )
+        number = len(rollout.prompt_ids)
         parts = number // worker.engine.get_data_parallel_size()
         place = worker._query_dispatch_info("train")
         part = slice(place * parts, (place + 1) * parts)
-        own = {name: values[part] for name, values in {**rollout.tensors, "advantages": advantages}.items()}
+        own = {name: values[part] for name, values in rollout.tensors.items()}
         names = {"uid": rollout.prompt_ids, "session_id": rollout.sessions}
         names = {name: list(values[part]) for name, values in names.items() if values is not None}
-        temperature = rollout.temperature
-        if isinstance(temperature, Tensor):
-            own["temperature"], others = temperature[place * parts : (place + 1) * parts], {}
-        else:
-            others = {"temperature": temperature}
-        data = tu.get_tensordict(own | names, non_tensor_dict=others)
-        data = left_right_2_no_padding(data)
-        step = number // run.mini_batches
+        data = left_right_2_no_padding(tu.get_tensordict(own | names, non_tensor_dict={"temperature": TEMPERATURE}))
         tu.assign_non_tensor(
             data,
-            calculate_entropy=bool(run.actor.get("entropy_coeff")),  # as verl's worker asks its engine
-            global_batch_size=step,
-            mini_batch_size=step,
+            calculate_entropy=False,
+            global_batch_size=number,
+            mini_batch_size=number,
             epochs=1,
             seed=1,
             dataloader_kwargs={"shuffle": False},
@@ -372,12 +344,10 @@ def rollouts() -> list[list[Sample]]:
     numbers, made = random.Random(5), []
     for _ in range(ROLLOUTS):
         samples = samples_of([record for group in range(PROMPTS) for record in group_of(numbers, group, True)])
-        made.append([replace(one, tokens=one.tokens + SPECIAL, old_log_probs=random_log_probs(numbers, one)) for one in samples])
+        old = [[numbers.gauss(-3.2, 0.3) for _ in range(sample.response_length)] for sample in samples]
+        both = zip(samples, old, strict=True)
+        made.append([replace(one, tokens=one.tokens + SPECIAL, old_log_probs=values) for one, values in both])
     return made
-
-
-def random_log_probs(numbers: random.Random, sample: Sample) -> list[float]:
-    return [numbers.gauss(-3.2, 0.3) for _ in range(sample.response_length)]
 
 
 def as_rollout(samples: list[Sample]) -> Rollout:
@@ -395,28 +365,21 @@ def as_rollout(samples: list[Sample]) -> Rollout:
     halves = {"prompts": rows["input_ids"][:, :prompts], "responses": rows["input_ids"][:, prompts:]}
     tensors = {**rows, **halves, **of_response, "position_ids": positions}
     tensors["response_mask"] = tensors["response_mask"].long()
-    return Rollout(
-        tensors=tensors,
-        rewards=torch.tensor([sample.reward for sample in samples]),
-        prompt_ids=[sample.prompt_id for sample in samples],
-        temperature=TEMPERATURE,
-    )
+    tensors["advantages"] = torch.tensor([sample.advantage for sample in samples])[:, None] * tensors["response_mask"]
+    return Rollout(tensors=tensors, prompt_ids=[sample.prompt_id for sample in samples])
 
 
-def verl_run(loss: str, aggregation: str, mini_batches: int = 1) -> VerlRun:
+def verl_run(loss: str, aggregation: str) -> dict[str, Any]:
     low, high = CLIPS[loss]
-    divisor = {"loss_scale_factor": DIVISOR} if aggregation == "constant" else {}
-    return VerlRun(
-        loss_mode=f"megatron_rl.{loss}.{aggregation}",
-        actor={"clip_ratio_low": low, "clip_ratio_high": high, **({} if loss == "cispo" else NO_DUAL_CLIP), **divisor},
-        mini_batches=mini_batches,
-    )
+    actor = {"loss_mode": f"megatron_rl.{loss}.{aggregation}", "clip_ratio_low": low, "clip_ratio_high": high}
+    actor |= {} if loss == "cispo" else NO_DUAL_CLIP
+    return actor | ({"loss_scale_factor": DIVISOR} if aggregation == "constant" else {})
 
 
-def truth_on_rank(rank: int, folder: str, rows: list[tuple[str, str]], steps: list[list[Sample]]) -> list[dict[str, Tensor]]:
-    """The weights that our trainer leaves, by their names in the folder's format."""
+def truth_on_rank(rank: int, folder: str) -> list[dict[str, Tensor]]:
+    """The weights that our trainer leaves of each row, by their names in the folder's format."""
     found, model = [], read_hf_model(folder)
-    for loss, aggregation in rows:
+    for loss, aggregation in ROWS:
         low, high = CLIPS[loss]
         config = PolicyLossConfig(
             policy_loss=loss,
@@ -440,7 +403,7 @@ def truth_on_rank(rank: int, folder: str, rows: list[tuple[str, str]], steps: li
             hf_model=model,
         )
         trainer = PolicyTrainer(settings, config, torch.device("cpu"))
-        for samples in steps:
+        for samples in rollouts():
             trainer.step([samples])
         saved = Path(mkdtemp(dir=folder), "saved")
         trainer.save_hf(saved)
@@ -460,7 +423,7 @@ ROWS = [(loss, aggregation) for loss in CLIPS for aggregation in AGGREGATIONS]
 
 @pytest.fixture(scope="module")
 def truth(folder):
-    return run_ranks(truth_on_rank, 1, str(folder), ROWS, rollouts(), timeout=300)[0]
+    return run_ranks(truth_on_rank, 1, str(folder), timeout=300)[0]
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +432,7 @@ def before(folder):
 
 
 def trained_by_verl(
-    folder: Path, layout: EngineLayout, runs: list[VerlRun], batches: list[Rollout] | None = None
+    folder: Path, layout: EngineLayout, runs: list[dict], batches: list[Rollout] | None = None
 ) -> list[dict[str, Tensor]]:
     """batches: of the steps; None: of rollouts()."""
     batches = [as_rollout(samples) for samples in rollouts()] if batches is None else batches
@@ -500,9 +463,7 @@ def cut_into_rows(samples: list[Sample]) -> Rollout:
     rows += [Sample(prompt_id="pad5", tokens=[0, 0], response_length=1, loss_mask=[0], **numbers)] * 4
     order = random.Random(7).sample(range(len(rows)), len(rows))
     rows, sessions = [rows[row] for row in order], [[*sessions, *range(4)][row] for row in order]
-    whole = as_rollout(rows)
-    advantages = torch.tensor([row.advantage for row in rows])[:, None] * whole.tensors["response_mask"]
-    return replace(whole, sessions=sessions, advantages=advantages)
+    return replace(as_rollout(rows), sessions=sessions)
 
 
 OF_ROWS = [
@@ -543,47 +504,6 @@ def test_verls_training_worker_leaves_the_same_parameters_by_our_log_probabiliti
     found = trained_by_verl(folder, layout, [verl_run(*row) for row in rows])
     for row, weights in zip(rows, found, strict=True):
         assert differences(weights, truth[ROWS.index(row)], before) < LIMIT, row
-
-
-# verl's own functions of logits, ours, and our head.
-BY = ({}, {"has_our_log_probs": True}, {"has_our_log_probs": True, "is_fused": True})
-
-
-def by_own_loss(folder: Path, layout: EngineLayout, *ways: dict, temperature: float | Tensor) -> list[dict[str, Tensor]]:
-    """The weights that verl's worker leaves of its own loss and an entropy bonus, in each of these ways."""
-    run = VerlRun(loss_mode="vanilla", actor={"entropy_coeff": 0.3, "clip_ratio_low": 0.1})
-    batches = [replace(as_rollout(samples), temperature=temperature) for samples in rollouts()]
-    return [trained_by_verl(folder, replace(layout, **way), [run], batches)[0] for way in ways]
-
-
-MIXED = torch.tensor([0.7, 1.3, 1.0] * 4)
-OF_TWO_TEMPERATURES = [
-    replace(FSDP, world_size=2, micro_batch_size=3, backend="torch"),
-    replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={CP: 2}),
-    replace(MEGATRON, world_size=2, micro_batch_size=4, parallel={TP: 2}),
-    replace(MEGATRON, micro_batch_size=4, remove_padding=False),
-]
-
-
-@pytest.mark.parametrize("layout", OF_TWO_TEMPERATURES, ids=str)
-def test_verls_batch_of_two_temperatures_is_trained_by_our_functions_and_head_as_by_its_logits(folder, before, layout):
-    """verl refuses its own head for it, and for rows with padding; its fused kernel needs CUDA."""
-    theirs, *ours = by_own_loss(folder, layout, *BY, temperature=MIXED)
-    assert [differences(one, theirs, before) < LIMIT for one in ours] == [True] * 2
-    (one,) = by_own_loss(folder, layout, BY[0], temperature=0.7)
-    assert differences(one, theirs, before) > 1e3 * LIMIT  # else the temperature would say nothing
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
-def test_a_batch_of_several_mini_batches_is_several_steps_of_our_trainer(folder, before, engine):
-    """Each rank cuts its mini-batches out of its own part of the batch. prompt_mean refuses such a batch."""
-    layout = replace(FSDP, engine=engine, world_size=2, micro_batch_size=3)
-    rows = [(loss, aggregation) for loss, aggregation in ROWS if aggregation != "prompt_mean"]
-    found = trained_by_verl(folder, layout, [verl_run(*row, mini_batches=2) for row in rows])
-    steps = [samples[part : part + 3] + samples[part + 6 : part + 9] for samples in rollouts() for part in (0, 3)]
-    expected = run_ranks(truth_on_rank, 1, str(folder), rows, steps, timeout=300)[0]
-    errors = {row: differences(*weights, before) for row, *weights in zip(rows, found, expected, strict=True)}
-    assert max(errors.values()) < LIMIT, errors
 
 
 def test_each_aggregation_and_loss_trains_another_model(truth, before):
