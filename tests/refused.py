@@ -17,7 +17,7 @@ import torch
 from helpers import CLIP, S_PROMPTS, names_forgotten, s_masks
 from torch import Tensor
 
-from megatron_rl import Parameter, register_correction, register_kl_estimator, register_loss_aggregation, register_policy_loss
+from megatron_rl import Parameter, register_correction, register_loss_aggregation, register_policy_loss
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.declare import get_policy_loss, policy_loss_names
@@ -26,7 +26,7 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.policy_loss import api, grpo_loss, importance_correction, linear_gspo_loss, policy_loss
+from megatron_rl.policy_loss import api, grpo_loss, importance_correction, linear_gspo_loss
 from megatron_rl.validation import Settings, config_warnings
 from megatron_rl.validation.rules import RULES
 from megatron_rl.weights import sample_token_weights
@@ -58,10 +58,6 @@ def loss_of_log_probs(**changes):
     return api.loss_of_log_probs("grpo", torch.zeros(5, requires_grad=True), **others | changes)
 
 
-def loss_of_the_sampler(**changes):
-    return policy_loss("dppo_tv", torch.zeros(5, 4), **PACKED | {"rollout_log_probs": torch.zeros(5)} | changes)
-
-
 def log_probs_of_hidden(**changes):
     arguments = {"hidden": torch.zeros(5, 6), "weight": torch.zeros(16, 6), "labels": PACKED["labels"], **changes}
     return linear_log_probs(**arguments)
@@ -86,13 +82,12 @@ def correction_of(**changes):
 
 def weights_of_a_step(aggregation="sample_mean", totals=StepTotals(4, 2, 7), token_counts=(2, 4, 1, 0), **others):  # noqa: B008
     """Step S."""
-    counts = token_counts if token_counts == (2, 4) else torch.tensor(token_counts)
     others = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in others.items()}
     if aggregation == "prompt_mean" and "prompt_token_counts" not in others:
         others["prompt_token_counts"] = torch.tensor([6, 6, 1, 1])
     if aggregation == "constant":
         others = {"divisor": 8.0} | others
-    return sample_token_weights(aggregation, counts, totals, **others)
+    return sample_token_weights(aggregation, torch.tensor(token_counts), totals, **others)
 
 
 def weights_of_rollouts(totals=StepTotals(7, 2, 15, 4), **others):  # noqa: B008
@@ -117,10 +112,6 @@ def of_ones_own(log_ratio, advantages):
 
 def loss_of_ones_own(name="x", level="token", function=of_ones_own, **declared):
     register_policy_loss(name, level, **declared)(function)
-
-
-def estimator_of_ones_own(name="x", function=lambda log_probs, ref_log_probs: None, triton=None):
-    register_kl_estimator(name, triton=triton)(function)
 
 
 def correction_of_ones_own(name="x", function=lambda ratios, low, high: ratios, **declared):
@@ -199,10 +190,8 @@ REFUSED: dict[Callable, list[dict]] = {
     ],
     loss_of_hidden: [
         *each("weight", torch.zeros(16, 6, dtype=DOUBLE)),
-        *each("labels", torch.zeros(4, dtype=INT64)),
         *each("vocab_size", 17),
         *each("max_logits_bytes", 63),
-        *each("loss_scale", 0.0),
         *each("advantages", torch.arange(5.0)),
         *each("sampling_support", SamplingSupport.from_lists([[0, 2]] * 4 + [[1, 2]])),
     ],
@@ -211,7 +200,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("temperature", 0.7),
         {"entropy_coefficient": 0.1, "regularizer_weights": torch.ones(2)},
     ],
-    loss_of_the_sampler: [*each("rollout_log_probs", None), *each("correction", CorrectionSettings(kind="tis"))],
     # FB-73: a function that lacks arguments fails at registration, not in the middle of a run.
     loss_of_ones_own: [
         *each("name", "grpo"),
@@ -221,7 +209,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("parameters", (Parameter("log_ratio", 1.0, "a taken name"),)),
         {"clip_ratios": (0.2, -1.0), "function": get_policy_loss("grpo").function},
     ],
-    estimator_of_ones_own: [{"function": lambda log_probs: None}],
     correction_of_ones_own: [*each("function", lambda ratios: None), *each("bounds", {"turn": (0, 2)})],
     aggregation_of_ones_own: [
         *each("function", lambda token_counts: None),
@@ -288,11 +275,8 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
     "host_switches_are_true_or_false": [{"calculate_per_token_loss": "false"}, {"use_tis": 1}],
     "names_are_registered": [
         {"loss_aggregation": "geometric"},
-        {"loss_aggregation": "seq-mean-token-mean"},
         {"policy_loss": "dr_grpo"},
         {"importance_correction": "ppo"},
-        {"kl_estimator": "k4", "kl_coefficient": 0.1},
-        {"policy_loss": "own_losses.nothing"},
         {"loss_aggregation": "own_losses.bounded_log_ratio"},
     ],
     "own_function_problems": [
@@ -341,13 +325,11 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
         {"num_experts": 6, "expert_model_parallel_size": 4},
         {**EXPERTS, **TP_2},
         {**EXPERTS, "moe_expert_capacity_factor": 1.5},
-        {**EXPERTS, "moe_expert_rank_capacity_factor": 1.5},
         {**EXPERTS, "moe_input_jitter_eps": "0.01"},
         {**EXPERTS, "moe_router_force_load_balancing": True},
         {**EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
         {**EXPERTS, **PARALLEL, **LOCAL, "add_bias_linear": True},
         {"hybrid_context_parallel": True},
-        {"dynamic_context_parallel": True},
         {**LATENT, **TP_2},
         {**LATENT, **PARALLEL, **LOCAL},
     ],
@@ -449,7 +431,7 @@ def warnings_at(settings: dict) -> list[str]:
 def as_settings(settings: dict) -> str:
     """What a user would recognise; set_flags only says that a default was written out."""
     shown = {name: str(value) if isinstance(value, Route) else value for name, value in settings.items() if name != "set_flags"}
-    return ", ".join(f"`{name}={value!r}`" for name, value in shown.items())
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 # What is said
@@ -484,17 +466,15 @@ def entries() -> Iterator[tuple[str, str, str]]:
             for changes in rows:
                 kind, text = message_of(door, changes)
                 yield door.__name__, ", ".join(f"{name}={shown(value)}" for name, value in changes.items()), f"{kind}: {text}"
-    for rule, launches in REFUSED_BY_RULES.items():
-        for settings in launches:
-            for text in judge(rule, settings):
-                yield f"rule {rule}", as_settings(settings).replace("`", ""), text
-    for rule, launches in refused_hosts.REFUSED_LAUNCHES.items():
-        for settings in launches:
-            for text in refused_hosts.judge_launch(rule, settings):
-                yield f"rule {rule} of miles and slime", as_settings(settings).replace("`", ""), text
-    for settings in WARNED:
-        for text in warnings_at(settings):
-            yield "warning", as_settings(settings).replace("`", ""), text
+    judged = [(f"rule {rule}", judge(rule, row), row) for rule, rows in REFUSED_BY_RULES.items() for row in rows]
+    judged += [
+        (f"rule {rule} of miles and slime", refused_hosts.judge_launch(rule, row), row)
+        for rule, rows in refused_hosts.REFUSED_LAUNCHES.items()
+        for row in rows
+    ]
+    judged += [("warning", warnings_at(row), row) for row in WARNED]
+    for title, texts, settings in judged:
+        yield from ((title, as_settings(settings), text) for text in texts)
 
 
 def messages_table() -> str:

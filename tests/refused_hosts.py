@@ -151,9 +151,7 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
         {MODE: "megatron_rl.grpo.token_maen"},
         {f"{verl.ACTOR}use_kl_loss": "false"},
         {f"{verl.ACTOR}loss_agg_mode": "token-sum"},
-        {f"{OURS}ratio_truncation": 5.0},
         {MODE: "megatron_rl.grpo.constant", f"{verl.ACTOR}loss_scale_factor": None},
-        {MODE: DPPO["mode"], f"{OURS}importance_correction": "tis", **verl.UNCUT_WEIGHTS},
         {MODE: DPPO["mode"], verl.WEIGHING: "token"},
         OF_ICEPOP | BLIND,
         {verl.BYPASS: True, verl.IS_V1: False},
@@ -162,7 +160,6 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
         # FB-114
         OF_ICEPOP | OF_VERL,
         {f"{verl.CORRECTION}rollout_rs": "token_k1", f"{ROLLOUT}top_k": 20},
-        OF_ICEPOP | {f"{ROLLOUT}repetition_penalty": 1.1},
     ],
     mini_batch_of_verl: [
         {"mode": "grpo.prompt_mean", "uid": None},
@@ -178,16 +175,13 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
     launch_in_nemo_rl: [
         {NEMO: "gspo.sample_mean", f"{nemo_rl.LOSS_FN}sequence_level_importance_ratios": True},
         {f"{nemo_rl.LOSS_FN}use_cispo": True},
-        {f"{nemo_rl.LOSS_FN}disable_ppo_ratio": True},
         {f"{nemo_rl.LOSS_FN}positive_example_nll_weight": 0.1},
         {NEMO: "dro.prompt_mean"},
         {NEMO: "grpo.constant"},
-        {f"{NEMO_OURS}clip_ratio_c": 3},
         {f"{NEMO_OURS}kl_coefficient": 0.1},
         {f"{NEMO_OURS}kl_estimator": "k3", nemo_rl.PENALTY: 0},
         {f"{NEMO_OURS}kl_estimator": "k3", nemo_rl.IN_REWARD: True},
         {nemo_rl.WEIGHTS: True, nemo_rl.TRUNCATION: "seq-mask"},
-        {nemo_rl.WEIGHTS: True, NEMO: "dppo_tv.token_mean"},
         {nemo_rl.WEIGHTS: True, f"{NEMO_OURS}importance_correction": "tis"},
         *({NEMO: "grpo.prompt_mean", f"grpo.{name}": -5.0} for name in AFTER_THE_ESTIMATOR),
         {NEMO: "grpo.prompt_mean", "grpo.num_prompts_per_step": 8, nemo_rl.WORKER: False},
@@ -198,7 +192,6 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
     launch_in_roll: [
         {f"{VARIABLE}DIVISOR": "8"},
         {f"{VARIABLE}KL_ESTIMATOR": "k1"},
-        {f"{VARIABLE}CLIP_RATIO_C": "5"},
         {"importance_sampling": "seq"},
         {"difficulty_loss_weight": True},
         {"rl_loss_coef": 0.5},
@@ -218,7 +211,6 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
         {skyrl.REDUCTION: "token_mean_legacy"},
         *(OF_SKYRL | beside for beside in ({skyrl.LOSS: "megatron_rl.dppo_tv"}, {"megatron_rl.importance_correction": "tis"})),
         {"megatron_rl.importance_corection": "tis"},
-        {"megatron_rl.sapo_temperature_positive": 1.0},
         SKYRL_TOP_P | {SKYRL_MODE: "processed_logprobs"},  # FB-114
     ],
     log_probs_of_nemo_rl: [
@@ -344,7 +336,6 @@ REFUSED_LAUNCHES: dict[str, list[dict]] = {
         {**REDUCED, **CUSTOM_LOSS},
         {**REDUCED, "loss_type": "sft_loss"},
         {**OUR_LOSS, "loss_type": "policy_loss"},
-        {**OUR_LOSS, "custom_loss_function_path": None},
     ],
     "aggregation_is_given_its_counts": [{**PROMPT_MEAN, **REDUCER}, {**TOKEN_MEAN, **CUSTOM_LOSS}],
     "rollouts_are_one_sample": [{**REDUCED, **AGENT, "rollout_function_path": "user.f"}],
