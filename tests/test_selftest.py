@@ -26,7 +26,7 @@ from megatron_rl.megatron.probe import factor_names
 from megatron_rl.testing import selftest
 from megatron_rl.testing.comparison import CAUSES, Comparison, Truth, cause_of_gradient, compare, named_sizes
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard
-from megatron_rl.testing.ranks import RankPool, run_ranks
+from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import (
     AGGREGATIONS,
@@ -143,26 +143,6 @@ def test_a_wrong_scale_fails_with_the_ratio_and_its_name(of_ranks, name):
             assert row.cause.startswith(message) and (ratio is None or row.ratio == pytest.approx(ratio, rel=1e-5)), row
     if mistake is divided_by_cp:  # docs/tools.md shows this one
         assert re.search(r"x +0\.500000", command.row_text(rows[0]))
-
-
-def guarded_on_rank(rank: int, does: dict):
-    """What `does` says of this rank: an error that its row raises; or nothing, a row that passes."""
-
-    def measure():
-        if rank in does:
-            raise ValueError(does[rank])
-        return RowResult("a row", True, 1.0)
-
-    return selftest.guarded("a row", measure)
-
-
-def test_what_one_rank_raises_fails_the_row_on_all_of_them():
-    """Catches a selftest that hangs where others wait for a rank that failed."""
-    with RankPool(2, use_megatron=False) as pool:
-        both, one = {0: "rank 0 cannot", 1: "rank 1 cannot"}, {1: "rank 1 cannot"}
-        for does, cause in ((both, "all ranks: ValueError: rank 0 cannot"), (one, "ranks 1: ValueError: rank 1 cannot"), ({}, "")):
-            ratio = None if cause else 1.0
-            assert pool.run(guarded_on_rank, does) == [RowResult("a row", not cause, ratio, cause=cause)] * 2
 
 
 def test_a_ratio_is_called_by_the_size_that_it_is():

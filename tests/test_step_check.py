@@ -21,7 +21,7 @@ from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
-from megatron_rl.testing.reference import in_rollouts, ragged_samples, settings_of
+from megatron_rl.testing.reference import in_rollouts, ragged_samples
 from megatron_rl.testing.step_check import check_step, settings_alike
 
 pytestmark = pytest.mark.megatron
@@ -340,9 +340,3 @@ def test_a_planted_mistake_has_its_name_on_every_rank(pool, mistake):
     found, words = pool.run(run_loop, planted(mistake), world_size=2), MISTAKES[mistake][-1]
     assert all(words in message for message in found), found
     assert max(map(len, found)) < 500, "a message is a name and what to do"
-
-
-@pytest.mark.parametrize("setting", ["loss_aggregation", "kl_estimator", "importance_correction"])
-def test_what_the_reference_has_no_formula_for_is_named(setting):
-    with pytest.raises(ConfigError, match=f"{setting}=mine.own: the float64 reference has the built-in ones only"):
-        settings_of(PolicyLossConfig(**{setting: "mine.own"}))

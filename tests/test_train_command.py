@@ -224,12 +224,6 @@ def recorded(imported_megatron, tmp_path_factory) -> tuple[Path, list[dict]]:
 FUSED = "--fused-lm-head-loss --max-logits-bytes 4096"
 
 
-def test_the_fp32_head_is_for_16_bit_parameters(tmp_path):
-    """FB-69: a flag that would do nothing is refused, before the first step where the device decides."""
-    command = Command(f"--preset demo {SMALL} --fp32-lm-head --output-dir out", tmp_path / "logs")
-    assert command.wait() == [2] and "train 16-bit parameters with --bf16" in command.output()
-
-
 def share_of_digits(prompt, response, record):
     return sum(character.isdigit() for character in response) / 16
 
@@ -272,16 +266,6 @@ def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goe
     # Of how many is not known: the preset's --num-rollouts 140 is more than the file has.
     assert "6step [" in command.output() and "reward 0." in command.output() and command.output(rank=1) == ""
     assert len(expected) == 6 and unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
-
-
-def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path):
-    """A learning rate of 1e30 gives NaN logits in the second step. The stage that has them says so; nobody waits for it."""
-    command = Command(
-        f"{SMALL} --lr 1e30 --num-rollouts 3 --output-dir out --pipeline-model-parallel-size 2", tmp_path / "logs", num_ranks=2
-    )
-    assert command.wait() == [1, 1]
-    assert "DataError: document " in command.output(rank=1) and "not finite, in log_probs" in command.output(rank=1)
-    assert len(metrics_of(tmp_path / "out")) == 1 and not has_saved(tmp_path / "out")
 
 
 def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):

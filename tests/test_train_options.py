@@ -12,7 +12,7 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.commands import main as command_line
 from megatron_rl.config import Route
 from megatron_rl.declare import clip_of
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.train.option_rules import TrainLaunch, check_effects, train_options, with_group_size
 from megatron_rl.train.options import TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
 from megatron_rl.validation import flag_of
@@ -173,23 +173,6 @@ def test_a_folder_of_experts_has_the_losses_of_routers_that_are_typed():
 
 
 # The command itself
-
-
-def test_an_error_moves_no_cursor(monkeypatch, capsys):
-    """What a file holds is part of messages: escapes are shown, lines stay lines."""
-
-    class Failing:
-        @staticmethod
-        def add_arguments(parser, arguments):
-            pass
-
-        @staticmethod
-        def run(args):
-            raise DataError("first\x1b[2J\r\u2028\nsecond")
-
-    monkeypatch.setattr(command_line, "command_module", lambda name: Failing)
-    assert command_line.main(["train"]) == 1
-    assert capsys.readouterr().err == "megatron-rl train: DataError: first\\x1b[2J\\r\\u2028\nsecond\n"
 
 
 @pytest.mark.parametrize(
