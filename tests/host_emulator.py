@@ -170,13 +170,12 @@ class StepResult:
     scaled: list[float]  # this rank's scaled losses, one for each micro-batch
 
 
-def run_cases(rank: int, roots: dict[str, str], cases: list[Case], is_exact: bool = True) -> list[StepResult | str]:
+def run_cases(rank: int, roots: dict[str, str], cases: list[Case]) -> list[StepResult | str]:
     """A result, or the traceback, for each case; roots: {host: root of its checkout}, an absent host is emulated.
 
-    is_exact: with an fp32 cross-entropy in the place of Megatron's, which miles calls.
-    """
+    With an fp32 cross-entropy in the place of Megatron's, which miles calls."""
     results = []
-    with exact_cross_entropy() if is_exact and roots else nullcontext():
+    with exact_cross_entropy() if roots else nullcontext():
         for case in cases:
             try:
                 results.append(run_case(make_host(case.host, roots), case))

@@ -7,6 +7,7 @@ by their own load_function, from samples to Megatron's gradient; neither scaling
 from __future__ import annotations
 
 import math
+import re
 from argparse import Namespace
 from dataclasses import replace
 
@@ -52,10 +53,8 @@ PROMPT_MEAN, TOKEN_MEAN = {"loss_aggregation": "prompt_mean"}, {"loss_aggregatio
 CASES = {
     "grpo thd": Case(),
     "FB-27 gspo thd": Case(settings=GSPO),
-    "FB-26 grpo bshd": Case("bshd"),
     "FB-26 gspo bshd with every term": Case("bshd", settings=GSPO | TIS | TERMS, without=()),
     "FB-24 grpo allgather with every term": Case("allgather", settings=TIS | TERMS, without=()),
-    "FB-24 gspo allgather": Case("allgather", "slime", settings=GSPO, without=()),
     "FB-65 as many rows as samples": Case("allgather", shapes=[(2, 1, [1]), (3, 2, [1, 1]), (5, 2, [0, 1])]),
     "constant with every term": Case(settings=CONSTANT | TIS | TERMS, without=()),
     "token_mean, host per token": Case(settings=PER_TOKEN | TERMS, shapes=SHAPES),
@@ -63,22 +62,11 @@ CASES = {
     "FB-11 segments of one rollout share its weight": Case(settings=TERMS, rollouts=SEGMENTS),
     "FB-11 segments, constant, slime": Case(host="slime", settings=CONSTANT, rollouts=SEGMENTS),
     "rollout log-probabilities": Case(host="slime", settings={"use_rollout_logprobs": True}, without=("log_probs",)),
-    "rollout log-probabilities, miles": Case(settings={"use_rollout_logprobs": True}, without=()),
     "FB-66 slime reuses the current log-probabilities": Case(host="slime", settings=GSPO | TERMS, without=("log_probs",)),
-    "FB-66 miles reuses them": Case(settings={"skip_actor_forward_only": True}, without=("log_probs",)),
     "FB-66 our own flag, miles": Case(settings=GSPO | TERMS | SKIPPED, without=("log_probs",)),
-    "FB-66 our own flag, slime, per token": Case(
-        "thd", "slime", settings=PER_TOKEN | SKIPPED, shapes=SHAPES, without=("log_probs",)
-    ),
     "TIS against the policy itself, our own flag": Case(settings=TIS | OPSM | SKIPPED, without=("log_probs",)),
-    "TIS against the policy itself, slime without log_probs": Case(host="slime", settings=TIS, without=("log_probs",)),
     "icepop, a function of miles": Case(settings=ICEPOP["miles"] | TERMS, without=()),
-    "icepop, a function of slime, gspo": Case("allgather", "slime", settings=ICEPOP["slime"] | GSPO, without=()),
     "FB-96 OPSM reads the sampler's log-probabilities": Case(settings=OPSM | TERMS, without=()),
-    "FB-96 OPSM of a ratio to the sampler": Case(settings=OPSM | {"use_rollout_logprobs": True}, without=()),
-    "FB-96 OPSM beside icepop, gspo, per token": Case(
-        settings=OPSM | ICEPOP["miles"] | GSPO | PER_TOKEN, shapes=SHAPES, without=()
-    ),
     "FB-93 k1, the hosts' default, in a loss": Case(settings=TERMS | {"kl_loss_type": "k1"}),
     "k2": Case(host="slime", settings=TERMS | {"kl_loss_type": "k2"}),
     "unbiased KL has the token's ratio under gspo too": Case(settings=TERMS | UNBIASED | GSPO),
@@ -94,12 +82,9 @@ CASES |= {
     "kept ids, slime": Case(host="slime", settings=REPLAY["slime"] | TERMS, without=()),
     "kept ids bshd, gspo, TIS and OPSM": Case("bshd", settings=REPLAY["miles"] | GSPO | TIS | OPSM | ENTROPY, without=()),
     "kept ids allgather, slime, TIS": Case("allgather", "slime", settings=REPLAY["slime"] | TIS, without=()),
-    "kept ids allgather, constant": Case("allgather", settings=REPLAY["miles"] | ENTROPY | CONSTANT),
     "kept ids, slime's reuse, per token": Case(
         host="slime", settings=REPLAY["slime"] | PER_TOKEN | UNBIASED | TERMS, shapes=SHAPES, without=("log_probs",)
     ),
-    "kept ids, a ratio to the sampler": Case(settings=REPLAY["miles"] | {"use_rollout_logprobs": True}, without=()),
-    "kept ids, a reported KL": Case(host="slime", settings=REPLAY["slime"] | TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
     "kept ids, ranks without any": Case(settings=REPLAY["miles"], shapes=[SHAPES[1], MASKED, SHAPES[1]]),
 }
 # pg_clipfrac is what the loss itself counts: of a sample's ratio, by a clip that is none of the ratio's, of a ratio to the sampler.
@@ -111,7 +96,6 @@ CASES |= {
     "entropy that a flag of miles reports": Case(settings={"observe_training_entropy": True}),
     "entropy that a flag of ours reports": Case(settings={"policy_metrics": "with_entropy"}),
     "dual clip": Case(settings={"eps_clip_c": 1.05}),
-    "dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05}),
 }
 # Who reduces, with the weights that our hook puts into rewards or without. The host's reducer and our loss divide by the tokens of
 # a sample's rollout; our reducer sees no rollouts.
@@ -138,8 +122,7 @@ for host in REPLAY:
     }
 CASES |= WEIGHTED
 ROOTS = roots_by_environment()
-# Relative to the largest number, float32 against float64. Megatron's fused cross-entropy rounds its backward to bf16.
-EXACT, FUSED = 1e-6, 2e-2
+EXACT = 1e-6  # relative to the largest number, float32 against float64
 pool = pool_of(4)
 checkouts = pool_of(4)  # where a checkout stays loaded
 
@@ -193,7 +176,7 @@ def assert_all_are_the_dense_step(hosts, cases: dict[str, Case], dp: int, cp: in
     if roots:  # the samples of a checkout bring no sets here
         cases = {name: case for name, case in cases.items() if case.host in roots and not case.keeps}
     layout = {"context_parallel_size": cp, "tensor_model_parallel_size": tp}
-    by_rank = ranks.run(run_cases, roots, [*cases.values()], tolerance != FUSED, world_size=dp * cp * tp, **layout)
+    by_rank = ranks.run(run_cases, roots, [*cases.values()], world_size=dp * cp * tp, **layout)
     for number, (name, case) in enumerate(cases.items()):
         assert_is_the_dense_step(name, case, [results[number] for results in by_rank], dp, cp, tolerance)
 
@@ -233,14 +216,6 @@ def test_a_checkout_reduces_its_own_rows_with_our_weights(checkouts, layout, est
         if not case.has_our_loss and (layout == "allgather" or case.host == "miles")
     }
     assert_all_are_the_dense_step((checkouts, ROOTS), cases, 2, *((1, 1) if layout == "bshd" else (2, 1)))
-
-
-@pytest.mark.host
-@pytest.mark.megatron
-def test_a_checkout_trains_the_dense_step_with_the_cross_entropy_it_comes_with(checkouts):
-    """Catches an exact cross-entropy that hides what a host does with its own."""
-    cases = {name: CASES[name] for host in REPLAY for name in (f"constant, reducer, {host}", f"prompt_mean, reducer, {host}")}
-    assert_all_are_the_dense_step((checkouts, ROOTS), cases, 2, 2, tolerance=FUSED)
 
 
 TRITON = {"policy_loss_backend": "triton"}
@@ -364,15 +339,6 @@ def test_nothing_to_sum_gives_a_zero_in_the_graph(mode, responses):
     assert torch.equal(x.grad, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("masks", [torch.bool, torch.int64, torch.float32], ids=["bool", "int64", "float32 (rejection sampling)"])
-def test_masks_of_each_kind_are_read_alike_and_left_alone(masks):
-    """--recompute-loss-function calls the reducer twice; the masks belong to the host."""
-    set_global_args(Namespace(**MODES["sample_mean"]))
-    mask, x = torch.tensor([1, 0, 1]).to(masks), torch.tensor([2.0, 5.0, 4.0])
-    reducer = get_pg_loss_reducer([5], [3], [mask])
-    assert reducer(x).item() == reducer(x).item() == 3.0 and mask.tolist() == [1, 0, 1]
-
-
 # test_launch has the rules of a launch; these show that the reducer asks for them.
 NO_REDUCER = {
     "dropped flag": ({}, RESPONSES, "loss_aggregation is missing from args.*megatron_rl.hosts.launch"),
@@ -398,13 +364,10 @@ def test_arguments_that_are_not_those_of_the_call_never_give_a_reducer():
         get_pg_loss_reducer([5], [3], [torch.ones(3)], False)
 
 
-@pytest.mark.parametrize("num_values", [0, 2, 4])
-def test_a_loss_of_the_wrong_length_is_refused_with_both_numbers(num_values):
+def test_a_loss_of_the_wrong_length_is_refused_with_both_numbers():
     """[1] would broadcast, and anything else fail far from its cause."""
     reducer = call_as_hosts(MODES["sample_mean"], [(5, [1, 0, 1])])
-    with pytest.raises(DataError, match=rf"shape \({num_values},\) and this rank's responses hold 3 tokens .cp rank 0 of 1"):
-        reducer(torch.ones(num_values))
-    with pytest.raises(DataError, match=r"shape \(1, 3\) and this rank's responses hold 3"):
-        reducer(torch.ones(1, 3))
-    with pytest.raises(DataError, match="2 values for 0 samples"):
-        get_pg_loss_reducer([], [], [])(torch.ones(2))
+    for values in (torch.ones(0), torch.ones(4), torch.ones(1, 3)):
+        shape = re.escape(str(tuple(values.shape)))
+        with pytest.raises(DataError, match=rf"shape {shape} and this rank's responses hold 3 tokens .cp rank 0 of 1"):
+            reducer(values)
