@@ -12,7 +12,6 @@ import math
 import random
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 
 import pytest
 from host_checkouts import load_checkout, own_train_data, roots_by_environment, silent_logging
@@ -21,8 +20,7 @@ from host_steps import REDUCER, REWARD, RolloutSample, launch
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.rewards import reward_post_process
-from megatron_rl.testing import oracle
-from megatron_rl.testing.ranks import RankPool
+from megatron_rl.testing.ranks import run_ranks
 
 DIVISOR = 8
 MODES = {
@@ -194,102 +192,37 @@ def test_what_cannot_be_weighted_is_refused(refused, message, allowed):
     allowed.rewards()
 
 
-# In checkouts
+# In checkouts. tests/test_whole_host.py has the steps that the hosts make of weighted samples.
 
-SCHEDULE = dict(micro_batch_size=1, balance_data=False, balance_by_flops=False, rollout_top_p=1.0)
-SCHEDULE |= REWARD | dict(disable_rollout_trim_samples=False, n_samples_per_prompt=3, rollout_batch_size=4)
-
-# The segments of each rollout, by prompt.
-EQUAL = {3: [1, 1, 1], 4: [1, 1, 1], 8: [1, 1, 1], 9: [1, 1, 1]}
-SEGMENTS = {3: [1, 2, 1], 4: [1, 1, 3], 8: [2, 1, 1], 9: [1, 1, 1]}
+ROOTS = roots_by_environment()
 
 
-@pytest.fixture(scope="module", params=ROLLOUT_HOST_NAMES)
-def checkout(request):
-    """call(function, *args) gives function(host, *args), computed in a process of its own that can import the checkout."""
-    host = request.param
-    root = roots_by_environment().get(host)
-    if root is None:
-        pytest.skip(f"needs a checkout of {host}: set {host.upper()}_ROOT")
-    with RankPool(1, use_megatron=False) as pool:
-        yield lambda function, *args: pool.run(in_checkout, host, root, function, args)[0]
-
-
-def in_checkout(rank: int, host: str, root: str, function, args: tuple):
-    load_checkout(root)
-    with silent_logging():
-        return function(host, *args)
-
-
-def real_samples(host: str, groups: dict[int, list[int]]) -> list:
-    """The host's own Samples: `groups` has the number of segments of each rollout of a prompt. One is removed, one masked."""
+def real_samples(host: str) -> list:
+    """The host's own Samples of four prompts with three rollouts each, some of several segments in miles; slime takes segments for
+    one large group. One is removed, one masked."""
     kind, numbers = importlib.import_module(f"{host}.utils.types").Sample, random.Random(0)
-    rollouts = [(prompt, size) for prompt, sizes in groups.items() for size in sizes]
-    has_segments, samples = any(size > 1 for _, size in rollouts), []
-    for rollout, (prompt, size) in enumerate(rollouts):
+    sizes, samples = [1, 2, 1, 1, 1, 3, 2, 1, 1, 1, 1, 1] if host == "miles" else [1] * 12, []
+    for rollout, size in enumerate(sizes):
         reward = numbers.gauss(0, 1)
         for _ in range(size):
             mask = [1, *(numbers.randrange(2) for _ in range(numbers.randrange(8)))]
             tokens = {"tokens": [1] * (len(mask) + 3), "response_length": len(mask), "loss_mask": mask}
-            samples.append(kind(group_index=prompt, index=len(samples), reward=reward, **tokens))
-            samples[-1].rollout_id = rollout if has_segments else None
+            samples.append(kind(group_index=rollout // 3, index=len(samples), reward=reward, **tokens))
+            samples[-1].rollout_id = rollout if host == "miles" else None
     samples[1].remove_sample = True
     samples[2].loss_mask = [0] * samples[2].response_length
     samples[-1].loss_mask = None
     return samples
 
 
-def token_weights(host: str, mode: str, samples: list, **options) -> tuple[list, list]:
-    """What a token of each sample weighs in its step, by the host's schedule and its 1/N, 1/M_roll, and by the oracle."""
-    for sample in samples:
-        sample.reward = 1.0  # the processed reward is then the weight
-    args = launch(host, MODES[mode], **SCHEDULE | options | {"rewards_normalization": False})
-    data = own_train_data(host, args, samples)
-    schedule = importlib.import_module(f"{host}.utils.dp_schedule").build_dp_schedule
-    (partition,), (micro_batches,), num_micro_batches, num_rollouts = schedule(
-        args,
-        dict(dp_size=1, cp_size=1, vpp_size=1, microbatch_group_size_per_vp_stage=1),
-        [len(tokens) for tokens in data["tokens"]],
-        global_batch_size=args.global_batch_size,
-        rollout_indices=data["rollout_ids"],
-    )
-    found, expected, batches = [], [], iter(micro_batches)
-    for num_batches, n in zip(num_micro_batches, num_rollouts, strict=True):
-        rows = [partition[row] for _ in range(num_batches) for row in next(batches)]
-        counts = [sum(data["loss_masks"][i]) for i in rows]
-        step = [SimpleNamespace(prompt=samples[i].group_index, rollout_id=data["rollout_ids"][i]) for i in rows]
-        expected += oracle.token_weights(step, counts, oracle.DenseSettings(aggregation=mode, divisor=DIVISOR))
-        sums = [data["rollout_mask_sums"][i] for i in rows]
-        found += [data["rewards"][i] / n / rollout if count else 0.0 for i, rollout, count in zip(rows, sums, counts, strict=True)]
-    return found, expected
-
-
-def weights_of_steps(host: str, mode: str, groups: dict, steps: int) -> tuple[list, list]:
-    options = {"global_batch_size": sum(map(len, groups.values())) // steps}
-    return token_weights(host, mode, real_samples(host, groups), **options)
-
-
-@pytest.mark.host
-@pytest.mark.parametrize(
-    ("mode", "groups", "steps"),
-    [
-        pytest.param("prompt_mean", EQUAL, 1, id="prompt_mean"),
-        pytest.param("prompt_mean", SEGMENTS, 2, id="FB-11 prompt_mean, segments, two steps"),
-        pytest.param("token_mean", SEGMENTS, 1, id="FB-09 token_mean, segments"),
-        pytest.param("constant", SEGMENTS, 2, id="constant, segments, two steps"),
-    ],
-)
-def test_rewards_weight_samples_as_the_hosts_schedule_and_denominators_need(checkout, mode, groups, steps):
-    found, expected = checkout(weights_of_steps, mode, groups, steps)
-    assert len(found) == sum(map(sum, groups.values())) and found == pytest.approx(expected, rel=1e-6)
-
-
-def weighted_and_own_rewards(host: str, by_deviation: bool) -> tuple[list, list]:
-    groups = SEGMENTS if host == "miles" else EQUAL  # slime takes segments for one large group
-    options = dict(SCHEDULE, global_batch_size=12, grpo_std_normalization=by_deviation, **REDUCER)
+def weighted_and_own_rewards(rank: int, host: str, by_deviation: bool) -> tuple[list, list]:
+    load_checkout(ROOTS[host])
+    options = {"n_samples_per_prompt": 3, "rollout_batch_size": 4, "global_batch_size": 12, "disable_rollout_trim_samples": False}
+    options |= {"grpo_std_normalization": by_deviation, "rollout_top_p": 1.0, **REDUCER, **REWARD}
     ours = launch(host, "--loss-aggregation constant --loss-aggregation-divisor 1", **options)
     theirs = Namespace(**{**vars(ours), "custom_reward_post_process_path": None})
-    found, plain = (own_train_data(host, args, real_samples(host, groups)) for args in (ours, theirs))
+    with silent_logging():
+        found, plain = (own_train_data(host, args, real_samples(host)) for args in (ours, theirs))
     assert found["raw_reward"] == plain["raw_reward"]
     counts = [sum(mask) for mask in plain["loss_masks"]]
     return found["rewards"], [reward * count for reward, count in zip(plain["rewards"], counts, strict=True)]
@@ -297,7 +230,8 @@ def weighted_and_own_rewards(host: str, by_deviation: bool) -> tuple[list, list]
 
 @pytest.mark.host
 @pytest.mark.parametrize("by_deviation", [True, False])
-def test_normalised_rewards_are_the_hosts_own(checkout, by_deviation):
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
+def test_normalised_rewards_are_the_hosts_own(host, by_deviation):
     """constant with a divisor of 1 and our reducer makes the weight m_i."""
-    found, expected = checkout(weighted_and_own_rewards, by_deviation)
+    ((found, expected),) = run_ranks(weighted_and_own_rewards, 1, host, by_deviation, use_megatron=False)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
