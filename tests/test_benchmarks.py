@@ -234,16 +234,3 @@ def test_the_tables_hold_the_numbers_of_the_json(arguments, section, tmp_path, c
     if section == "head":
         of = {row["provider"]: row for _, row in rows}
         assert of[THREE_MATMULS]["over_three_matmuls"] == 1.0 and of[UNFUSED]["memory_over_unfused"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["losses", "--device", "cuda"], "torch finds no CUDA device here"),
-        (["head", "--device", "cpu", "--shape", "8,8,70"], "at least two tokens for each of eight documents"),
-    ],
-)
-def test_a_wrong_setting_says_what_to_do(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main(arguments) == 2
-    assert message in capsys.readouterr().err

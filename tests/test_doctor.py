@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import marker_plugin
 import pytest
 from forked import forget, forked
 
@@ -240,27 +241,14 @@ def test_the_wheel_holds_the_package_its_types_and_its_entry_points_and_works_al
 # tests/marker_plugin.py
 
 
-@pytest.fixture
-def run_plugin(pytester, monkeypatch):
-    """Runs a test file in a pytest of its own, on a machine without GPU or Megatron."""
-    import marker_plugin
-
-    for marker in ("gpu", "megatron"):
-        monkeypatch.setitem(marker_plugin.REASONS_TO_SKIP, marker, lambda marker=marker: f"no {marker} here")
-
-    def run(source, *arguments):
-        pytester.makepyfile(source)
-        plugins = ("-p", "marker_plugin", "-p", "no:hypothesispytest")
-        return pytester.runpytest_inprocess("-rs", *plugins, *arguments)
-
-    return run
-
-
 MARKED = """
 import pytest
 
 @pytest.mark.gpu
 def test_on_a_gpu(): pass
+
+@pytest.mark.gpu
+def test_that_skips(): pytest.skip("no memory")
 
 @pytest.mark.megatron
 def test_with_megatron(): pass
@@ -269,18 +257,18 @@ def test_anywhere(): pass
 """
 
 
-def test_require_turns_the_skips_of_that_marker_alone_into_failures(run_plugin):
-    """Catches a GPU job that is green because every test skipped."""
-    result = run_plugin(MARKED, "--require", "gpu")
-    result.assert_outcomes(passed=1, skipped=1, errors=1)
-    result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: no gpu here*"])
-
-
-def test_require_makes_a_failure_of_a_skip_in_the_body_of_such_a_test(run_plugin, monkeypatch):
-    import marker_plugin
-
+@pytest.mark.parametrize(
+    ("required", "outcomes", "told"),
+    [
+        ("gpu", {"passed": 2, "skipped": 1, "failed": 1}, "*--require gpu allows no skip, but: Skipped: no memory*"),
+        ("megatron", {"passed": 2, "skipped": 1, "errors": 1}, "*--require megatron allows no skip, but: no megatron here*"),
+    ],
+)
+def test_require_turns_the_skips_of_that_marker_alone_into_failures(pytester, monkeypatch, required, outcomes, told):
+    """Catches a GPU job that is green because every test skipped. Here is a GPU, and no Megatron."""
     monkeypatch.setitem(marker_plugin.REASONS_TO_SKIP, "gpu", lambda: None)
-    source = f"{MARKED}\n@pytest.mark.gpu\ndef test_that_skips(): pytest.skip('no memory')"
-    result = run_plugin(source, "--require", "gpu")
-    result.assert_outcomes(passed=2, skipped=1, failed=1)
-    result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: Skipped: no memory*"])
+    monkeypatch.setitem(marker_plugin.REASONS_TO_SKIP, "megatron", lambda: "no megatron here")
+    pytester.makepyfile(MARKED)
+    result = pytester.runpytest_inprocess("-rs", "-p", "marker_plugin", "-p", "no:hypothesispytest", "--require", required)
+    result.assert_outcomes(**outcomes)
+    result.stdout.fnmatch_lines([told])

@@ -15,7 +15,7 @@ from helpers import error_of, pool_of
 from test_train_command import Command
 from test_train_options import options_of, parse, write_prompts
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.rotary import Llama3, Rotary
@@ -316,12 +316,6 @@ def test_a_tokenizer_runs_no_code_of_its_folder_whatever_stdin_says(tmp_path):
     code, out, error = forked(lambda: print(read()))
     assert code == 0 and "ValueError: " in out, out + error
     assert not (tmp_path / "was_run").exists()
-
-
-def test_prompts_that_are_neither_text_nor_messages_are_refused_with_their_line(checkpoint, tmp_path):
-    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", [{"role": "user"}])
-    with pytest.raises(DataError, match="line 2: prompt: must be text, or"):
-        make_task(prompts=file, reward=REWARD, hf_checkpoint=checkpoint, vocab_size=VOCABULARY)
 
 
 def test_the_folder_decides_the_sizes_and_the_learning_rate_is_small(checkpoint, prompts):

@@ -14,7 +14,7 @@ from megatron_rl.config import Route
 from megatron_rl.declare import clip_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.option_rules import TrainLaunch, check_effects, train_options, with_group_size
-from megatron_rl.train.options import TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
+from megatron_rl.train.options import TrainOptions, add_train_args, experts_of, set_preset_defaults
 from megatron_rl.validation import flag_of
 
 # A file of one rollout.
@@ -156,14 +156,6 @@ ALLOWED = [
 @pytest.mark.parametrize("line", ALLOWED)
 def test_a_good_option_is_allowed(earlier_files, line):
     options_of(line)
-
-
-def test_the_vocabulary_is_the_tasks_unless_a_larger_one_is_asked_for():
-    assert model_vocab_size(TrainOptions(), 9) == 9
-    assert model_vocab_size(TrainOptions(vocab_size=9), 9) == 9
-    assert model_vocab_size(TrainOptions(vocab_size=64), 9) == 64
-    with pytest.raises(ConfigError, match="--vocab-size 8 is smaller than the task's 9 tokens"):
-        model_vocab_size(TrainOptions(vocab_size=8), 9)
 
 
 def test_a_folder_of_experts_has_the_losses_of_routers_that_are_typed():
