@@ -16,7 +16,6 @@ from megatron_rl import (
     register_loss_aggregation,
     register_policy_loss,
 )
-from megatron_rl.losses.cispo import cispo
 
 SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight, 1 is 100 %")
 
@@ -105,10 +104,6 @@ def normalised(ratios, low, high):
     return ratios.clamp(low, high) / ratios.clamp(low, high).mean()
 
 
-def own_cispo(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high):
-    return cispo(log_ratio, advantages, log_probs, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
-
-
 def odd(token_counts, totals, *, prompt_token_counts, divisor):
     """An aggregation without a formula."""
     return 1 / (totals.num_samples * (token_counts + 10))
@@ -149,7 +144,6 @@ def declare() -> None:
     register_kl_estimator("own_centred_kl")(centred_kl)
     register_correction("own_normalised")(normalised)
     register_correction("own_root")(root)
-    register_policy_loss("cispo of mine", clip_ratios=(1.0, 0.28), triton="megatron_rl.losses.cispo_triton.cispo")(own_cispo)
     register_loss_aggregation("own_odd")(odd)
     register_loss_aggregation("own_of_the_call", needs=("num_samples",))(of_the_call)
     # Formulas: one that needs no more than the hosts give, one of prompts, one of m_i.

@@ -151,7 +151,7 @@ REFUSED: dict[Callable, list[dict]] = {
         {"rows_of_rollout": [2, 2, 1, 3, 3, 3, 0], "rollout_token_counts": None, "totals": StepTotals(7, 2, 15)},
         *each("rows_of_rollout", [1, 1, 0, 2, 2, 2, -1], [0] * 7),
     ],
-    totals_of_a_step: [*each("num_prompts", -1, 2.5, 5, 0), *each("num_tokens", math.nan), *each("num_rollouts", 5, 1)],
+    totals_of_a_step: [*each("num_prompts", 2.5, 5, 0), *each("num_tokens", math.nan), *each("num_rollouts", 5, 1)],
     counts_of_a_step: [
         *each("loss_masks", [[1, 1]], [torch.ones(1, 2)]),
         {"loss_masks": [torch.ones(2), torch.tensor([1.0, 0.5])], "prompt_ids": None},
@@ -179,8 +179,6 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("entropy_coefficient", math.inf, 0.1),
         *each("kl_estimator", "k4"),
         *each("temperature", 0.0, ONES),
-        *each("metrics", "all"),
-        *each("backend", "cuda"),
         *each("correction", "tis", CorrectionSettings(kind="tis")),
         *each("loss_scale", 0.0, torch.ones(2)),
         {"advantages": ONES, "cu_seqlens": bounds(0, 2, 2, 3, 4, 5), "token_weights": ONES},
@@ -224,7 +222,6 @@ REFUSED: dict[Callable, list[dict]] = {
         {"sampling_support": KEPT, "temperature": ONES},
     ],
     log_probs_of_logits: [
-        *each("labels", torch.zeros(7, dtype=INT64)),
         *each("loss_mask", torch.ones(8)),
         {"inplace": True, "logits": torch.zeros(1, 16).expand(8, 16)},
         *each("temperature", 0.0),
@@ -242,7 +239,6 @@ REFUSED: dict[Callable, list[dict]] = {
         {"kind": "mask", "low": 0.0, "high": 0.2},
         {"kind": "icepop", "level": "sequence_mean", "low": 0.9},
         {"kind": "tis", "level": "sequence_sum"},
-        {"kind": "none", "high": 2.0},
         {"sequence_delta": 0.1, "log_probs": None},
     ],
 } | refused_hosts.REFUSED
@@ -325,6 +321,7 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
         {"num_experts": 6, "expert_model_parallel_size": 4},
         {**EXPERTS, **TP_2},
         {**EXPERTS, "moe_expert_capacity_factor": 1.5},
+        {**EXPERTS, "moe_expert_rank_capacity_factor": 1.5},
         {**EXPERTS, "moe_input_jitter_eps": "0.01"},
         {**EXPERTS, "moe_router_force_load_balancing": True},
         {**EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},

@@ -17,7 +17,6 @@ import torch
 from adapter_cases import RowCase
 from helpers import CLIP, KERNEL_DEVICE, Batch
 from host_steps import Case, host_batch, host_logits, never
-from simulated_cuda import simulated_cuda
 from torch import Tensor
 
 from megatron_rl import AssumedScale
@@ -189,43 +188,6 @@ def test_the_kernel_multiplies_the_fused_head_s_gradient_too(dtype, factor):
     beside = torch.empty_like(before, dtype=BFLOAT16)
     assert multiply_by_kernel(before.clone(), number, beside) is beside
     torch.testing.assert_close(beside.float(), want.bfloat16().float(), rtol=of_store, atol=0)
-
-
-@pytest.mark.skipif(not IS_INTERPRETED, reason="there is a GPU")
-@pytest.mark.parametrize("inplace", [False, True])
-def test_the_host_waits_for_nothing_and_a_graph_can_hold_it(inplace):
-    """Right guesses, wrong ones, and a factor that only the device knows."""
-    batch, scale = make_batch(), AssumedScale()
-    with small(), simulated_cuda() as seen:
-        tensors = [tensor.to("cuda") for tensor in batch.arguments()]
-        logits, factors = batch.logits.to("cuda"), torch.tensor([1.0, 2.0, 2.0, 0.0, 3.0]).to("cuda")
-        seen.clear()
-
-        def step(factor: Tensor) -> Tensor:
-            leaf = logits.detach().clone().requires_grad_()
-            options = {"loss_scale": scale, "inplace": inplace, "tp_group": SINGLE, "cp_group": SINGLE}
-            policy_loss("grpo", leaf * 1, *tensors, **options).loss.backward(factor)
-            return leaf.grad
-
-        found = [step(factor) for factor in factors.unbind()]
-        with seen.capture():
-            step(factors[1])
-        assert seen == []
-        found = [gradient.cpu() for gradient in found]
-    assert torch.equal(found[1], found[2]) and torch.equal(found[1], 2 * found[0]) and not found[3].any()
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_where_backward_makes_the_gradient_there_is_nothing_to_assume(backend):
-    """In torch, and with float16, in which the small numbers of a wrong guess would be 0: the values of no loss_scale at all."""
-    batch = make_batch(torch.float16 if backend == "triton" else FLOAT32)
-    scale = AssumedScale()
-    with small() as launches:
-        for factor in (FACTOR, 2.0**12):
-            forward, plain = Forward(batch, scale, backend=backend), Forward(batch, None, backend=backend)
-            assert torch.equal(forward.backward(factor), plain.backward(factor))
-    assert "one_read_kernel" not in launches and "rescale_kernel" not in launches
-    assert scale.assume(torch.device(KERNEL_DEVICE)).factor == 1
 
 
 # In miles and slime

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,22 +64,6 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it(own_loss
         KL_ESTIMATORS[3]
 
 
-def test_what_is_run_again_is_declared_anew_and_nobody_takes_the_name_of_another_module():
-    """A cell of a notebook, or a module that is imported twice."""
-
-    def defined(sign: int) -> Callable:
-        def mine(log_ratio, advantages):
-            return sign * advantages * log_ratio
-
-        return register_policy_loss("of a cell")(mine)
-
-    defined(1)
-    again = defined(-1)
-    assert get_policy_loss("of a cell").function is again
-    with pytest.raises(ConfigError, match="already registered by test_declare"):
-        register_policy_loss("of a cell")(surrogate)
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -121,23 +104,9 @@ def own_derivative_of_a_mean(log_ratio, advantages):
     return LossValue(-advantages * ratio, -advantages * ratio / ratio.mean())
 
 
-def narrowed_by_the_longest(log_ratio, advantages, *, token_counts, clip_ratio_low, clip_ratio_high):
-    """It acts on few elements alone: those on one side of the clip."""
-    high = clip_ratio_high * (1 - token_counts / token_counts.max() / 2)
-    ratio = bounded_exp(log_ratio)
-    clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
-
-
 def pulled(log_ratio, advantages, *, scale):
     """A coefficient of 0 by default hides what it multiplies."""
     return surrogate(log_ratio, advantages) + scale * log_ratio.mean()
-
-
-def aspo(log_ratio, advantages):
-    """Its derivative has the other sign for one sign of the advantage."""
-    weight = torch.where(advantages > 0, bounded_exp(-log_ratio), bounded_exp(log_ratio))
-    return LossValue(-weight * advantages, -weight * advantages * (log_ratio.abs() <= 20))
 
 
 def truncated(*, is_detached):
@@ -150,29 +119,18 @@ def truncated(*, is_detached):
     return cispo
 
 
-def clipped_beyond(log_ratio, advantages, log_probs):
-    """Of a loss that takes log_probs the package cannot tell a derivative beyond the bound from one by them. PPO's clip leaves it
-    a quarter of the places: A < 0 and a ratio above 1."""
-    unclipped, bound = surrogate(log_ratio, advantages), -advantages * bounded_exp(log_ratio).clamp(0.8, 1.2)
-    return LossValue(torch.maximum(unclipped, bound), torch.where(unclipped >= bound, unclipped, 0.0))
-
-
 OTHERS, OF_SAMPLES = "mine depends at one token on the others, so it would change", "depends at one sample on the others"
 OTHER_DERIVATIVE = "mine returns a derivative that its value does not have.*detach"
-WITH_COUNTS = {"level": "sequence", "needs": ("token_counts",), "clip_ratios": (3e-4, 4e-4)}
 WITH_SCALE = {"parameters": (SCALE,), "settings": {"loss_parameters": {"scale": 0.5}}}
 OF_TOKENS = {"level": "sequence", "token_clip": lambda x, a: x - x.mean()}
 # name -> (function, what is said, declaration and settings)
 FOUND = {
     "centred": (lambda x, a: surrogate(x, a - a.mean()), OTHERS, {}),
     "own derivative of a mean": (own_derivative_of_a_mean, OTHERS, {}),
-    "the longest sample": (narrowed_by_the_longest, OF_SAMPLES, WITH_COUNTS),
     "by the numbers of the run": (pulled, "with scale=0.5 depends at one token on the others", WITH_SCALE),
     "a clip of tokens": (surrogate, "token_clip of mine depends at one token on the others", OF_TOKENS),
     "no derivative": (lambda x, a: -a * bounded_exp(x).round(), "has derivative 0", {}),
     "a weight that is not detached": (truncated(is_detached=False), OTHER_DERIVATIVE, {}),
-    "the other sign on one side": (aspo, OTHER_DERIVATIVE, {}),
-    "beyond the bound": (clipped_beyond, OTHER_DERIVATIVE, {}),
 }
 
 

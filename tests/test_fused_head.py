@@ -34,7 +34,6 @@ from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model, setting_problems
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
-from megatron_rl.megatron.schedule import delivered_factor
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 
 pytestmark = pytest.mark.megatron
@@ -134,59 +133,6 @@ def test_the_first_importance_ratio_is_1_against_an_fp32_reference(pool, is_fp32
     """FB-85: the fp32 head's ratio is 1 to 1e-5, fused or not; the plain head's of a bf16 policy is off by more than 1e-3."""
     [ratio] = pool.run(ratio_on_rank, is_fp32, is_fused, world_size=1)
     assert ratio < 1e-5 if is_fp32 else ratio > 1e-3
-
-
-# The factor of the loss
-
-
-def with_scaler(trainer, scale: float):
-    """The optimiser as fp16 has it: a scaler that keeps its scale in a tensor. It is not asked for a step."""
-    optimizer = trainer.optimizer
-    for part in vars(optimizer).get("chained_optimizers", [optimizer]):
-        part.grad_scaler = SimpleNamespace(scale=torch.tensor([scale]))
-    optimizer.step = lambda: (True, 0.0, None)
-
-
-def delivered_on_rank(rank, options, partition, per_token, scale):
-    """(factors that were foretold, factors that the loss's backward was given) of one step."""
-    config = PolicyLossConfig(**options)
-    trainer = tiny_trainer(config, bf16=True)
-    if scale is not None:
-        with_scaler(trainer, scale)
-    trainer._model_config.calculate_per_token_loss = per_token
-    forward_step, foretold, delivered = trainer._forward_step, [], []
-    finish = forward_step._finish
-
-    def watched(output, batch, model_config, groups, *others):
-        context = {"totals": batch.context.totals, "config": model_config, "groups": groups}
-        context["gradient_divisor"] = config.gradient_divisor
-        foretold.append(float(delivered_factor(batch.context.num_microbatches, **context)))
-        output.loss.register_hook(lambda gradient: delivered.append(float(gradient)))
-        return finish(output, batch, model_config, groups, *others)
-
-    forward_step._finish = watched
-    step = ragged_step()
-    trainer.step([[step[index] for index in part] for part in partition])
-    return foretold, delivered
-
-
-THREE, SEVEN = [[0, 1], [2, 3], [4, 5]], [[0], [1], [2], [3], [4], [5], []]
-
-
-@pytest.mark.parametrize(
-    ("options", "partition", "per_token", "scale"),
-    [
-        pytest.param({"gradient_divisor": "num_samples"}, SEVEN, False, None, id="FB-91 M7, divided by the samples"),
-        pytest.param({}, SEVEN, False, 1024.0, id="a scaler's 1024, M7"),
-        pytest.param({"loss_aggregation": "token_mean"}, THREE, True, 512.0, id="a scaler's 512, per-token"),
-    ],
-)
-def test_the_factor_that_backward_delivers_is_foretold_to_the_bit(pool, options, partition, per_token, scale):
-    """FB-16: a gradient that is put into main_grad in forward must be scaled as the installed schedule will scale the loss. On
-    layouts tests/test_layouts.py has the fused head, which refuses another factor."""
-    [(foretold, delivered)] = pool.run(delivered_on_rank, options, partition, per_token, scale, world_size=1)
-    assert foretold == delivered
-    assert len(foretold) == len(partition)
 
 
 def unknown_scale(trainer):

@@ -145,34 +145,6 @@ def imports_of_files(trees: Mapping[str, ast.Module], module_of: Mapping[str, st
     return graph
 
 
-def imports_of_nothing(trees: Mapping[str, ast.Module], package: Mapping[str, ast.Module]) -> list[str]:
-    """Imports of what no file of the package has. A name is looked for among all that its file binds, or has as text."""
-    files = {("megatron_rl." + name).removesuffix(".__init__"): package[path] for path, name in module_names(package).items()}
-    bound = {name: bound_names(tree) for name, tree in files.items()}
-    faults = []
-    for path, tree in trees.items():
-        for line, name in imported_names(path, tree):
-            module, _, last = name.rpartition(".")
-            is_there = name in files or (module in files and not {last, "__getattr__"}.isdisjoint(bound[module]))
-            if name.startswith("megatron_rl.") and not is_there and name != "megatron_rl.__init__":
-                faults.append(f"{path}:{line}: {name} is in no file of the package")
-    return faults
-
-
-def bound_names(tree: ast.Module) -> set[str]:
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.alias):
-            found.add(node.asname or node.name)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return found
-
-
 def circle_in(graph: Mapping[str, set[str]]) -> str:
     """`a.py imports b.py imports a.py`; empty where no file imports itself through others."""
     try:
@@ -200,16 +172,6 @@ def test_no_file_of_the_package_imports_itself_through_others(package_trees, ben
     for code in forms:
         trees = {"a.py": ast.parse("import c"), "b.py": ast.parse(code), "c.py": ast.parse("from b import x")}
         assert circle_in(imports_of_files(trees, module_names(trees))), code
-
-
-@functools.cache
-def trees_of_tests() -> dict[str, ast.Module]:
-    return {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("*.py")}
-
-
-def test_every_import_of_the_package_finds_its_name(package_trees, benchmark_trees):
-    """Catches an import in a function, in a test that few run, or for types, of what has moved or is gone."""
-    assert not imports_of_nothing(package_trees | benchmark_trees | trees_of_tests(), package_trees)
 
 
 def test_no_file_is_longer_than_a_head_holds():

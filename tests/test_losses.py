@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, EXACT, KERNEL_DEVICE, Batch, float32, placed, random_batch, run_loss
+from helpers import CLIP, EXACT, KERNEL_DEVICE, float32, random_batch, run_loss
+from linear_cases import every_term
 from loss_backends import KERNEL, LOSSES, OF_EACH_LEVEL, TRITON, over_backends
 from refused import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 from torch import Tensor
@@ -22,7 +23,6 @@ from megatron_rl.ops.backends import vocab_shard
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.policy_loss import (
     grpo_loss,
-    gspo_loss,
     policy_loss,
 )
 
@@ -41,14 +41,10 @@ def test_advantages_that_vary_inside_a_sample_are_refused_at_sequence_level(monk
     assert backend.run(LOSSES["gspo"], varying, **CLIP)[0].num_nonfinite.tolist() == [0, 0, 6, 0]
 
 
-@pytest.mark.parametrize("kind", OF_EACH_LEVEL)
-def test_advantages_that_fit_both_readings_need_a_word(kind):
-    """N == T = 3 with documents of 2, 0 and 1 tokens: [3] could be either, and a guess would be silently wrong."""
-    batch = random_batch([2, 0, 1], num_masked=(0, 0, 0), seed=8)
-    with pytest.raises(DataError, match='fit both 3 samples and 3 tokens.*advantages_per="sample" or "token"'):
-        run_loss(LOSSES[kind], batch, **CLIP)
+def test_advantages_that_fit_both_readings_are_taken_where_both_are_the_same():
+    """One token a sample. test_refused.py has the others: a guess would be silently wrong."""
     one_each = random_batch([1, 1, 1], num_masked=(0, 0, 0), seed=9)
-    both = (run_loss(LOSSES[kind], one_each, **said, **CLIP)[1] for said in ({}, {"advantages_per": "sample"}))
+    both = (run_loss(LOSSES["gspo"], one_each, **said, **CLIP)[1] for said in ({}, {"advantages_per": "sample"}))
     assert torch.equal(*both)
 
 
@@ -155,84 +151,33 @@ def test_a_shard_without_a_real_column_is_refused_on_each_rank(call, columns, tp
     assert vocab_shard(columns, 1.0, None, tp_group).num_columns == columns
 
 
-FAULTS = {
-    "in log_probs": lambda given: given["logits"].__setitem__((0, slice(None)), math.nan),
-    "token_counts says 9": lambda given: given.update(token_counts=torch.tensor([9, 4])),
-    "advantages vary": lambda given: given["advantages"].__setitem__(0, 7.0),
-}
-
-
-@pytest.mark.parametrize("message", FAULTS)
-@pytest.mark.parametrize("old", ["given", None], ids=["a delta", "on-policy"])
-def test_bad_data_beside_a_correction_that_reads_the_policy_is_named(old, message):
-    """The correction is in the weights of the micro-batch that is refused."""
-    batch = random_batch([3, 4], num_masked=(0, 0))
-    labels, old_log_probs, _, *others = batch.arguments()
-    given = {"logits": batch.logits.clone(), "advantages": torch.ones(7), "token_counts": torch.tensor([3, 4])}
-    FAULTS[message](given)
-    correction = CorrectionSettings(kind="tis", level="sequence_mean", high=2.0, sequence_delta=None if old is None else 0.1)
-    with pytest.raises(DataError, match=message):
-        gspo_loss(
-            *(given["logits"], labels, None if old is None else old_log_probs, given["advantages"], *others),
-            token_counts=given["token_counts"],
-            advantages_per="token",
-            correction=correction,
-            rollout_log_probs=old_log_probs,
-        )
-
-
 # The loss kernels
 
 
-def make_batch() -> Batch:
-    """float32; blocks have 4 tokens: no token, one, one less than a block, a block, one more, two and a bit, all masked."""
+def run_of_odd_tensors(**changes) -> list[Tensor]:
+    """Loss, log-probabilities, metrics and the gradient by the logits, of a small batch of float32."""
     batch = float32(random_batch([0, 1, 3, 4, 5, 11, 5], num_masked=(0, 0, 1, 0, 2, 3, 5)))
-    return replace(placed(batch, KERNEL_DEVICE), token_weights=batch.token_weights)
-
-
-def every_term(batch: Batch) -> dict:
-    wave = torch.cos(torch.arange(len(batch.labels), device=KERNEL_DEVICE))
-    return {
-        "importance_weights": 1.2 + wave,
-        "ref_log_probs": (batch.old_log_probs - 0.1 * wave).bfloat16().float(),
-        "kl_coefficient": 0.7,
-        "entropy_coefficient": 0.3,
-        "regularizer_weights": batch.token_weights + 1,
-        "token_counts": torch.tensor([int(batch.loss_mask[document].sum()) for document in batch.documents]),
-        "metrics": "with_entropy",
+    options = every_term(batch) | {
+        "token_counts": torch.tensor([int(batch.loss_mask[document].sum()) for document in batch.documents])
     }
-
-
-def run(batch: Batch, options: dict) -> list[Tensor]:
-    """Loss, log-probabilities, counts, metrics and the gradient by the logits."""
-    leaf = batch.logits.detach().clone().requires_grad_()
+    given = {name: getattr(batch, name).bfloat16().float() for name in ("old_log_probs", "advantages")}
+    given |= {name: getattr(batch, name) for name in ("labels", "loss_mask", "cu_seqlens", "token_weights")} | options
+    given = {name: changes.get(name, lambda value: value)(value) for name, value in given.items()}
+    given = {name: value.to(KERNEL_DEVICE) if isinstance(value, Tensor) else value for name, value in given.items()}
+    leaf = batch.logits.to(KERNEL_DEVICE).requires_grad_()
     with TRITON.small_blocks():
-        output = policy_loss("gspo", leaf, *batch.arguments(), backend="triton", **CLIP, **options)
+        output = policy_loss("gspo", leaf, backend="triton", **CLIP, **given)
         output.loss.backward()
-    return [output.loss.detach(), output.log_probs, output.num_nonfinite, output.metrics.values, leaf.grad]
+    return [output.loss.detach(), output.log_probs, output.metrics.values, leaf.grad]
 
 
 @pytest.mark.kernel
 @KERNEL[1]
 def test_dtypes_and_strides_of_the_callers_tensors_do_not_matter():
     """FB-80: bf16, float64, int32 counts and strided or expanded tensors give what plain ones of the same numbers give."""
-    batch = make_batch()
-    rounded = {name: getattr(batch, name).bfloat16().float() for name in ("old_log_probs", "advantages")}
-    batch = replace(batch, **rounded)
-    options = every_term(batch)
-    odd = replace(
-        batch,
-        old_log_probs=batch.old_log_probs.bfloat16(),
-        loss_mask=batch.loss_mask.long(),
-        advantages=batch.advantages.bfloat16(),
-        token_weights=batch.token_weights.double(),
-    )
-    changed = {
-        "ref_log_probs": options["ref_log_probs"].double(),
-        "importance_weights": torch.stack([options["importance_weights"]] * 2, 1)[:, 0],
-        "token_counts": options["token_counts"].int(),
-    }
-    assert all(map(torch.equal, run(odd, options | changed), run(batch, options)))
-    ones = torch.ones(1, device=KERNEL_DEVICE).expand_as(batch.old_log_probs)
-    expanded, plain = (run(batch, options | {"importance_weights": weights}) for weights in (ones, ones.clone()))
+    names = {"old_log_probs": Tensor.bfloat16, "advantages": Tensor.bfloat16, "loss_mask": Tensor.long, "token_counts": Tensor.int}
+    strided = {"importance_weights": lambda weights: torch.stack([weights] * 2, 1)[:, 0]}
+    assert all(map(torch.equal, run_of_odd_tensors(**names, **strided), run_of_odd_tensors()))
+    ones = (lambda weights: torch.ones(1).expand_as(weights), lambda weights: torch.ones_like(weights))
+    expanded, plain = (run_of_odd_tensors(importance_weights=of_ones) for of_ones in ones)
     assert all(map(torch.equal, expanded, plain))

@@ -128,12 +128,6 @@ def test_the_loss_on_the_launch_line_gives_the_parser_its_flags(monkeypatch):
     assert add_megatron_rl_args(ArgumentParser()).parse_args().ratio_cap == 2.5
 
 
-def test_the_namespace_holds_numbers_and_keeps_the_text_of_what_is_none():
-    """Exit code 2 at the first bad value would tell one fault per launch (FB-74)."""
-    args = parse("--clip-ratio-low", "1e-1", "--samples-per-prompt", "8", "--policy-temperature", "hot")
-    assert (args.clip_ratio_low, args.samples_per_prompt, args.policy_temperature) == (0.1, 8, "hot")
-
-
 def setting_of(config: PolicyLossConfig, flag: str) -> object:
     """A field, or a parameter of the loss."""
     return getattr(config, field_of(flag), config.loss_parameters.get(field_of(flag)))
@@ -176,14 +170,11 @@ def test_a_key_with_dashes_is_found_out():
     ("name", "text", "value"),
     [
         ("loss_aggregation_divisor", "8192", 8192.0),
-        ("loss_aggregation_divisor", 8192, 8192.0),
         ("kl_coefficient", "1e-3", 1e-3),  # YAML 1.1 reads it as text
         ("policy_temperature", " .7 ", 0.7),
-        ("clip_ratio_low", "+3E-4", 3e-4),
         ("samples_per_prompt", "8", 8),
         ("allow_partial_prompt_groups", "False", False),
         ("policy_metrics", "none", "none"),  # the name is not a missing value
-        ("policy_loss", " gspo ", "gspo"),
         ("clip_ratio_high", None, None),
     ],
 )
