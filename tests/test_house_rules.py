@@ -89,22 +89,9 @@ def find_default_for_an_argument(tree: ast.Module) -> Iterator[int]:
             yield call.lineno
 
 
-def find_default_that_is_no_constant(tree: ast.Module) -> Iterator[int]:
-    """Triton before 3.7 makes constants of numbers, types and functions alone: other defaults reach the compiler as they are."""
-    assigned = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)}
-    for node in nodes(tree):
-        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(name) for name in node.decorator_list):
-            for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
-                is_number = isinstance(default, ast.Constant) and isinstance(default.value, int | float)
-                if not is_number and not assigned.get(ast.unparse(default), "").startswith("tl.constexpr("):
-                    yield default.lineno
-
-
 OVER_THE_WORLD = "from torch import distributed as d\nd.broadcast(x, src=0, group=None)"
 NAMED_GROUP = "import torch.distributed as dist\ndist.all_reduce(x, group=g)\ntorch.gather(x, 0, i)\ndist.get_rank()"
 DISTRIBUTED_NN = "import torch.distributed as dist\ndist.nn.all_gather(x)"
-TEXT_AS_DEFAULT = "@triton.jit\ndef f(x, E: tl.constexpr = 'evict_first'): pass"
-CONSTANTS = "C = tl.constexpr('c')\n@triton.jit\ndef f(x, A: tl.constexpr = False, B=1.5, D=C): pass\ndef g(x='text'): pass"
 # name, checker, a snippet that breaks the rule, one that keeps it
 RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], str, str]] = [
     ("no nan_to_num", find_nan_to_num, "x.nan_to_num_(0.0)", "torch.isnan(x)"),
@@ -112,7 +99,6 @@ RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], str, str]] = [
     ("FB-44 a collective names its group", find_collective_without_group, OVER_THE_WORLD, NAMED_GROUP),
     ("no torch.distributed.nn", find_distributed_nn, DISTRIBUTED_NN, NAMED_GROUP),
     ("no default for an argument", find_default_for_an_argument, "getattr(self.args, name, None)", "getattr(args, 'x')"),
-    ("a default of a kernel is a constant of the compiler", find_default_that_is_no_constant, TEXT_AS_DEFAULT, CONSTANTS),
 ]
 
 

@@ -38,7 +38,7 @@ from megatron_rl import register_correction
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import LossValue, evaluate, get_policy_loss, register_policy_loss
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.layout.groups import SINGLE
@@ -205,13 +205,6 @@ def test_a_loss_is_its_function_over_ranks(pool):
 
 
 # What it cannot take
-
-
-def test_counts_that_a_loss_reads_are_judged_before_it():
-    """The reduction that checks them comes later."""
-    counts = torch.tensor([1 + int(BATCH.loss_mask[document].sum()) for document in BATCH.documents])
-    with pytest.raises(DataError, match="token_counts says"):
-        policy_loss("own_heeding", BATCH.logits, *BATCH.arguments(), token_counts=counts)
 
 
 def test_who_has_no_logits_refuses_a_loss_of_entropies():
