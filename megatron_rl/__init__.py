@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from megatron_rl.ops.scale import AssumedScale
     from megatron_rl.policy_loss import (
         PolicyLossOutput,
+        ValueLossOutput,
         grpo_loss,
         gspo_loss,
         importance_correction,
         linear_grpo_loss,
         linear_gspo_loss,
         linear_policy_loss,
+        value_loss,
     )
     from megatron_rl.weights import register_loss_aggregation, regularizer_weights, sample_token_weights
 
@@ -46,6 +48,7 @@ __all__ = [
     "SamplingSupport",
     "StepCounts",
     "StepTotals",
+    "ValueLossOutput",
     "bounded_exp",
     "count_step",
     "grpo_loss",
@@ -61,6 +64,7 @@ __all__ = [
     "register_policy_loss",
     "regularizer_weights",
     "sample_token_weights",
+    "value_loss",
     "vocab_parallel_log_probs",
 ]
 # What has these names, from the ground up: a module is imported where those before it have not the name that is asked for.

@@ -83,6 +83,7 @@ JUDGES = {
     "policy_loss/linear.py": "head refused generated_steps",
     "policy_loss/one_read_triton.py": "row_kernels generated_steps",
     "policy_loss/reduce_torch.py": "golden_losses losses contracts own declare generated_steps",
+    "policy_loss/value.py": "value_loss refused",
     "policy_loss/reduce_triton.py": "losses generated_steps",
     "megatron/checks.py": "forward_step expert_layouts added_losses model_shapes",
     "megatron/attention.py": "attention megatron_model",

@@ -26,7 +26,7 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.policy_loss import api, grpo_loss, importance_correction, linear_gspo_loss
+from megatron_rl.policy_loss import api, grpo_loss, importance_correction, linear_gspo_loss, value_loss
 from megatron_rl.validation import Settings, config_warnings
 from megatron_rl.validation.rules import RULES
 from megatron_rl.weights import sample_token_weights
@@ -65,6 +65,12 @@ def log_probs_of_hidden(**changes):
 
 def log_probs_of_logits(**changes):
     return vocab_parallel_log_probs(**{"logits": torch.zeros(8, 16), "labels": torch.zeros(8, dtype=INT64), **changes})
+
+
+def loss_of_values(**changes):
+    others = {name: PACKED[name] for name in ("loss_mask", "cu_seqlens", "token_weights")}
+    given = {"values": torch.zeros(5, requires_grad=True), "returns": ONES, "old_values": ONES, "clip": 0.2}
+    return value_loss(**given | others | changes)
 
 
 VECTORS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages")
@@ -227,6 +233,16 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("temperature", 0.0),
         *each("vocab_size", 17),
         *each("sampling_support", KEPT),
+    ],
+    loss_of_values: [
+        *({name: torch.zeros(5, 1)} for name in ("values", "returns", "old_values")),  # FB-116
+        *each("token_weights", torch.ones(3), torch.tensor([0.5, -0.5])),
+        *each("loss_mask", torch.tensor([1, 2, 1, 0, 1])),
+        *each("cu_seqlens", bounds(1, 2, 5)),
+        *each("clip", 0.0, math.inf, "0.2", None),
+        *each("old_values", None, ONES * math.nan),
+        *each("returns", ONES.bool(), TOO_LONG),
+        *each("values", ONES * 1e30),
     ],
     correction_of: [
         *each("cu_seqlens", bounds(0, 5), bounds(1, 3)),

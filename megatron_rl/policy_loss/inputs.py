@@ -121,7 +121,7 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
     clip = {"clip_ratio_low": options.clip_ratio_low, "clip_ratio_high": options.clip_ratio_high}
     coefficients = {"kl_coefficient": options.kl_coefficient, "entropy_coefficient": options.entropy_coefficient}
     given = {name: value for name, value in clip.items() if value is not None} | coefficients
-    numbers: dict[str, Any] = {name: _number(name, value) for name, value in given.items()}
+    numbers: dict[str, Any] = {name: number_of(name, value) for name, value in given.items()}
     options = replace(options, **numbers)
     loss.clip_bounds(options.clip_ratio_low, options.clip_ratio_high)
     for name, value in coefficients.items():
@@ -163,7 +163,7 @@ def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_
         raise ConfigError(counted_twice(correction.kind, loss.name))
 
 
-def _number(name: str, value: object) -> float:
+def number_of(name: str, value: object) -> float:
     """The value as a float; inf where float32, in which the loss computes, cannot hold it. Raises ConfigError for no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | Real):
         raise ConfigError(f"{name}={value!r} must be a number")
@@ -286,13 +286,13 @@ def prepared(
     check_loss_mask(batch.loss_mask, num_tokens)
     for length, letter, names in ((num_tokens, "T", VECTORS), (batch.num_documents, "N", DOCUMENT_FIELDS)):
         for name in names:
-            if name in given and given[name].shape != (length,):
-                raise DataError(f"{name} must be [{letter}={length}], got {tuple(given[name].shape)}")
+            if name in given:
+                check_vector(name, given[name], letter, length)
     for name in ("advantages", *VECTORS, "token_weights", "regularizer_weights"):
-        if name in given and (given[name].is_complex() or given[name].dtype == torch.bool):
-            raise DataError(f"{name} is {given[name].dtype}: a loss needs real numbers; pass a floating point tensor")
-    _check_weights("token_weights", batch.token_weights, dtype)
-    _check_weights("regularizer_weights", batch.regularizer_weights, dtype)
+        if name in given:
+            check_is_real(name, given[name])
+    check_weights("token_weights", batch.token_weights, dtype)
+    check_weights("regularizer_weights", batch.regularizer_weights, dtype)
     if batch.token_counts is not None:
         check_counts("token_counts", batch.token_counts)
     is_per_sample = _are_per_sample(batch.advantages, advantages_per, num_tokens, batch.cu_seqlens)
@@ -303,7 +303,7 @@ def prepared(
     moved = {name: given[name].to(device, non_blocking=True) for name in ("cu_seqlens", *DOCUMENT_FIELDS) if name in given}
     cu_seqlens = moved["cu_seqlens"]
     loss_mask = batch.loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1])
-    _check_weights("importance_weights", batch.importance_weights, dtype, loss_mask)
+    check_weights("importance_weights", batch.importance_weights, dtype, loss_mask)
     batch = replace(batch, loss_mask=loss_mask, documents=document_ids(cu_seqlens, num_tokens), **moved)
     return replace(batch, advantages=batch.spread(batch.advantages)) if is_per_sample else batch
 
@@ -331,6 +331,18 @@ def compare_calls(
     agreement.add("advantages", torch.where(batch.loss_mask, advantages, 0) if is_per_token else advantages, is_sliced=is_per_token)
     for name in DOCUMENT_FIELDS:
         agreement.add(name, getattr(batch, name))
+
+
+def check_vector(name: str, vector: Tensor, letter: str, length: int) -> None:
+    """Raises DataError unless it has this length, which the letter names, and one dimension."""
+    if vector.shape != (length,):
+        raise DataError(f"{name} must be [{letter}={length}], got {tuple(vector.shape)}")
+
+
+def check_is_real(name: str, numbers: Tensor) -> None:
+    """Raises DataError for complex numbers and truth values."""
+    if numbers.is_complex() or numbers.dtype == torch.bool:
+        raise DataError(f"{name} is {numbers.dtype}: a loss needs real numbers; pass a floating point tensor")
 
 
 def check_loss_mask(loss_mask: Tensor, num_tokens: int) -> None:
@@ -371,7 +383,7 @@ def not_none(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _check_weights(name: str, weights: Tensor | None, dtype: torch.dtype, loss_mask: Tensor | None = None) -> None:
+def check_weights(name: str, weights: Tensor | None, dtype: torch.dtype, loss_mask: Tensor | None = None) -> None:
     """Raises DataError unless they are floating point numbers of at least 0. Values are checked on the CPU only. loss_mask: of
     tokens, whose masked weights may be anything, and whose others are counted later where they are not finite."""
     if weights is None:
