@@ -6,7 +6,6 @@ host_emulator.py has what the hosts do around the loss; whole_host.py runs their
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import math
 import sys
@@ -16,14 +15,13 @@ from functools import partial
 from types import ModuleType
 
 import torch
-from helpers import zigzag
 from host_emulator import EmulatedHost, load_function
-from host_steps import KEYS, Case, Sample, host_batch, longest_row, micro_batches, rows_of
+from host_steps import Case, Sample, host_batch, longest_row, micro_batches, rows_of
 from test_forward_step import SeenShapes
 from torch import Tensor
 
-from megatron_rl.hosts.args import host_named
-from megatron_rl.layout.groups import all_gather_stack, all_reduce_sum, broadcast_from_last, resolve_groups
+from megatron_rl.hosts.args import Host, host_named
+from megatron_rl.layout.groups import broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, model_config_of
 from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel, RankStep, gather_distributed_gradients, named_shards
@@ -52,7 +50,6 @@ class HostStep:
 class Found:
     step: RankStep
     most_rows: int  # of any tensor with as many columns as this rank's logits
-    printed: str
 
 
 def results(answers: list[list[Found]]) -> list[StepResult]:
@@ -62,18 +59,22 @@ def results(answers: list[list[Found]]) -> list[StepResult]:
 
 def host_args(step: HostStep) -> Namespace:
     args = step.case.args()
-    vars(args).update(INIT, layout=step.layout, tiny=step.tiny, recompute_loss_function=False, use_rollout_entropy=False)
+    vars(args).update(INIT, build=partial(built, step.layout, step.tiny), recompute_loss_function=False)
     vars(args).update(step.flags)
     return args
 
 
-def host_model(args: Namespace):
-    """What a training actor does before data: the init hook, then the model. Returns (model, optimizer, what was printed)."""
-    host = host_of(args)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+def built(layout: Layout, tiny: TinyGPT) -> tuple:
+    made = LayoutModel(layout, 64, tiny)
+    return made.models, made.optimizer, None
+
+
+def host_model(args: Namespace) -> tuple:
+    """What a training actor does before data: the init hook, then the models and their optimiser."""
+    host = host_of(args, "model")
+    with contextlib.redirect_stdout(io.StringIO()):
         load_function(args.custom_megatron_init_path)(args)
-    model, optimizer, _, _ = host.initialize_model_and_optimizer(args)
-    return model, optimizer, printed.getvalue()
+    return host.initialize_model_and_optimizer(args)[:2]
 
 
 def name_of_host(args: Namespace) -> str:
@@ -88,72 +89,68 @@ def emulated(args: Namespace) -> EmulatedHost:
     return EmulatedHost(host_named(name_of_host(args)), resolve_groups())
 
 
-def host_of(args: Namespace) -> ModuleType:
-    """BUILT_BY_HOST as the modules of this host, each host's for itself, because ours are put around their functions."""
-    package = host_named(name_of_host(args)).training_package
-    if f"{package}.model" not in sys.modules:
-        made = ModuleType(f"{package}.model")
-        vars(made).update({name: value for name, value in globals().items() if not name.startswith("__")})
-        for own in BUILT_BY_HOST:
-            exec(inspect.getsource(own), vars(made))
-        sys.modules |= {f"{package}.{name}": made for name in ("model", "actor")}
-    return sys.modules[f"{package}.model"]
+def host_of(args: Namespace, name: str) -> ModuleType:
+    """The emulated module of models, or of the actor, of this host."""
+    host = host_named(name_of_host(args))
+    path = f"{host.training_package}.{name}"
+    return sys.modules[path] if path in sys.modules else emulated_host(host)[name]
 
 
-def model_of(step: HostStep) -> tuple:
-    """The arguments of a step; its models and optimiser, and what was printed."""
-    args = host_args(step)
-    models, optimizer, printed = host_model(args)
-    enlarge_head(models, step.factor_of_head)
-    return args, models, optimizer, printed
+# What our init hook puts its functions around in a training actor. read: what the advantages take from the old log-probabilities.
+NAMES = ("args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "others")
+MEASURE = f"def get_log_probs_and_entropy(logits, *, {', '.join(NAMES)}): return [logits]"
+ACTOR = """
+def compute_advantages_and_returns(args, rollout_data):
+    xs = rollout_data.get("log_probs") or rollout_data.get("values")
+    if xs is None:
+        raise TypeError("no lengths")
+    rollout_data["advantages"] = [args.read(x) for x in xs]
+
+class MegatronTrainRayActor:
+    def __init__(self, args):
+        self.args, self.measured = args, []
+
+    def compute_log_prob(self, data_iterator, num_microbatches, store_prefix=""):
+        self.measured.append(store_prefix)
+        own = get_log_probs_and_entropy
+        return {store_prefix + "log_probs": [torch.zeros(1)]}
+
+    def train_actor(self, rollout_data, num_microbatches=(2,)):
+        rollout_data.update(self.compute_log_prob(None, num_microbatches, store_prefix="ref_"))
+        rollout_data.update(self.compute_log_prob(None, num_microbatches))
+        compute_advantages_and_returns(self.args, rollout_data)
+        return rollout_data
+"""
+BUILD = "def setup_model_and_optimizer(args, role='actor'): return args.build()"
+INITIALIZE = "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
+SOUND = {"model": f"{BUILD}\n{INITIALIZE}", "actor": f"import torch\n{MEASURE}\n{ACTOR}"}
+
+
+def emulated_host(host: Host, **sources: str) -> dict[str, ModuleType]:
+    """Modules in the places of a host's, of these texts."""
+    modules = {}
+    for name, source in (SOUND | sources).items():
+        modules[name] = ModuleType(f"{host.training_package}.{name}")
+        modules[name].__file__ = f"{host.name}/{name}.py"
+        exec(source, vars(modules[name]))
+        sys.modules[modules[name].__name__] = modules[name]
+    return modules
 
 
 def found_on_rank(rank: int, steps: list[HostStep]) -> list[Found]:
     found = []
     for step in steps:
-        args, models, optimizer, printed = model_of(step)
+        args = host_args(step)
+        models, optimizer = host_model(args)
+        enlarge_head(models, step.factor_of_head)
         with SeenShapes() as seen:
             logs = train_one_step(args, models, optimizer, step)
         gather_distributed_gradients(models)
         metrics = emulated(args).reduce_metrics(logs, args, num_rollouts=step.case.num_rollouts) if logs else {}
         loss = broadcast_from_last(torch.tensor(metrics.get("loss", 0.0)), resolve_groups().pp)
         rank_step = RankStep(float(loss), [named_shards(model) for model in models], None, metrics, metrics)
-        found.append(Found(rank_step, most_rows(seen), printed))
+        found.append(Found(rank_step, most_rows(seen)))
     return found
-
-
-def measured_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[list[dict[str, list[Tensor]]], int]]:
-    """Of each step (the host's log-probabilities of each micro-batch, rows of the tensor that is most like logits)."""
-    found = []
-    for step in steps:
-        args, models, optimizer, _ = model_of(step)
-        with SeenShapes() as seen:
-            measured = measured_by_the_actor(args, models, optimizer, step)
-        found.append((measured, most_rows(seen)))
-    return found
-
-
-def measured_by_the_actor(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, list[Tensor]]]:
-    with torch.no_grad():
-        return host_of(args).MegatronTrainRayActor().compute_log_prob(forward_only, args, models, step)
-
-
-def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, list[Tensor]]]:
-    """Of the hosts: the log of each micro-batch, on the last stage."""
-    for model in models:
-        model.eval()
-    names = ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens")
-
-    def function_of(batch: dict):
-        named = {name: batch[name] for name in names} | {"with_entropy": args.use_rollout_entropy}
-        if not is_miles(args):
-            named.pop("max_seq_lens")
-            if step.case.keeps:
-                named |= {name.removeprefix("rollout_"): batch[name] for name in KEYS["slime"]}
-        return partial(f, args=args, **named)
-
-    options = {"forward_only": True, "collect_non_loss_data": is_miles(args)}
-    return scheduled(function_of, batches_of(step), models, **options)
 
 
 def most_rows(seen: SeenShapes) -> int:
@@ -238,78 +235,3 @@ def batch_of(step: HostStep, own: list[Sample], all_samples: list[Sample]) -> tu
         lines = [line]
     tokens = [[0 if row is None else int(own[row[0]].tokens[row[1]]) for row in line] for line in lines]
     return torch.tensor(tokens), packed, batch
-
-
-# The functions of the files model and actor of a training actor that we put ours around, by name
-
-
-def setup_model_and_optimizer(args: Namespace, role: str = "actor"):
-    built = LayoutModel(args.layout, 64, args.tiny)
-    return built.models, built.optimizer, None
-
-
-def initialize_model_and_optimizer(args: Namespace, role: str = "actor"):
-    model, optimizer, schedule = setup_model_and_optimizer(args, role)
-    return model, optimizer, schedule, -1
-
-
-def get_log_probs_and_entropy(
-    logits: Tensor,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd)
-    *,
-    args: Namespace,
-    unconcat_tokens: list[Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
-    with_entropy: bool = False,
-    non_loss_data: bool = True,
-    max_seq_lens: list[int] | None = None,
-    top_p_token_ids: list[Tensor] | None = None,
-    top_p_token_offsets: list[Tensor] | None = None,
-):
-    """Token by token, from whole rows of the vocabulary; with ids from these and the token itself."""
-    starts = list(zip(total_lengths, response_lengths, strict=True))
-
-    def measured(row: Tensor, number: int, place: int) -> tuple[Tensor, Tensor]:
-        token, entropy = unconcat_tokens[number][place + 1], -(row.exp() * row).sum()
-        if top_p_token_ids is None or top_p_token_offsets is None:
-            return row[token], entropy
-        index = place + 1 - (starts[number][0] - starts[number][1])
-        first, end = top_p_token_offsets[number][index : index + 2]
-        kept = {*top_p_token_ids[number][first:end].tolist(), int(token)}
-        return row[token] - row[sorted(kept)].logsumexp(0), entropy
-
-    groups, found = resolve_groups(), {"log_probs": [], "entropy": []}
-    cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
-    shards = all_gather_stack(logits.flatten(0, 1), groups.tp) if groups.tp.size() > 1 else logits.flatten(0, 1)[None]
-    rows = torch.log_softmax(torch.cat([*shards], -1) / args.rollout_temperature, -1)
-    start = 0
-    for number, (total, response) in enumerate(starts):
-        length = total if max_seq_lens is None else max_seq_lens[number]
-        document = [*range(total), *[None] * (length - total)]
-        document += [None] * (-length % (2 * cp_size) if cp_size > 1 else 0)
-        own = zigzag(document, cp_rank, cp_size)
-        predicting = [place for place in own if place is not None and total - response - 1 <= place < total - 1]
-        if args.allgather_cp and cp_size > 1:
-            whole = torch.zeros(2, total)
-            for place in range(total - response - 1, total - 1):
-                rank, row = divmod(start + place, rows.shape[0])
-                if rank == cp_rank:
-                    whole[:, place] = torch.stack(measured(rows[row], number, place))
-            values = all_reduce_sum(whole, groups.cp)[:, predicting]
-            start += total
-        else:
-            each = [measured(rows[start + own.index(place)], number, place) for place in predicting]
-            values = torch.tensor(each).reshape(-1, 2).t()
-            start += len(own)
-        found["log_probs"].append(values[0])
-        found["entropy"].append(values[1])
-    found = found if with_entropy else {"log_probs": found["log_probs"]}
-    return found if is_miles(args) else (torch.empty((0,), device=logits.device), found)
-
-
-class MegatronTrainRayActor:
-    def compute_log_prob(self, forward_only, *operands):
-        return forward_only(get_log_probs_and_entropy, *operands)
-
-
-BUILT_BY_HOST = (setup_model_and_optimizer, initialize_model_and_optimizer, get_log_probs_and_entropy, MegatronTrainRayActor)

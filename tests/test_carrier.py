@@ -11,31 +11,47 @@ import inspect
 import io
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from functools import partial
 
 import pytest
 import torch
 from carrier_cases import (
     FUSED,
     INIT,
+    MEASURE,
+    NAMES,
+    SOUND,
     UNTIED,
     VOCABULARY,
     HostStep,
     batch_of,
+    emulated_host,
     enlarge_head,
     found_on_rank,
     host_args,
     host_model,
     host_of,
-    measured_by_the_actor,
-    measured_on_rank,
     results,
     train_one_step,
 )
 from helpers import error_of, pool_of, set_global_args
-from host_steps import CUSTOM_LOSS, GSPO, REDUCER, REPLAY, TERMS, TIS, Case, host_batch, one
+from host_steps import (
+    CUSTOM_LOSS,
+    GSPO,
+    KEYS,
+    REDUCER,
+    REPLAY,
+    TEMPERATURE,
+    TERMS,
+    TIS,
+    VOCAB_SIZE,
+    Case,
+    Sample,
+    host_batch,
+    host_logits,
+    one,
+)
 from test_fused_head_models import subclassed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,18 +111,13 @@ SLIME = host_named("slime")
 pool = pool_of(4)
 
 
-def by_logits_and_carrier(pool, on_rank: Callable, steps: list[HostStep]) -> list[list]:
-    """Of each rank: for each step the answer with logits, and the one with a carrier. The steps have one layout."""
-    both = [replace(step, flags=step.flags | flags) for step in steps for flags in ({}, FUSED)]
-    layout = steps[0].layout
-    return pool.run(on_rank, both, world_size=layout.world_size, **layout.model_parallel)
-
-
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_of_a_carrier_is_the_step_of_logits(pool, name):
     """Loss, metrics, and the gradient of each parameter; and no tensor has a row of this rank's vocabulary for each token."""
-    answers = by_logits_and_carrier(pool, found_on_rank, STEPS[name])
+    both = [replace(step, flags=step.flags | flags) for step in STEPS[name] for flags in ({}, FUSED)]
+    layout = both[0].layout
+    answers = pool.run(found_on_rank, both, world_size=layout.world_size, **layout.model_parallel)
     found = results(answers)
     for number, (plain, fused) in enumerate(zip(found[::2], found[1::2], strict=True)):
         assert fused.loss == pytest.approx(plain.loss, rel=1e-6, abs=1e-6)
@@ -119,66 +130,95 @@ def test_the_step_of_a_carrier_is_the_step_of_logits(pool, name):
         assert of_carrier <= UNTIED.hidden_size < of_logits
 
 
-ENTROPY = {"use_rollout_entropy": True}
+class RowsOfLogits(TorchDispatchMode):
+    """The rows of all matrix products with as many columns as the vocabulary has."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.rows, self.columns = 0, columns
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and result.shape[1] == self.columns:
+            self.rows += result.shape[0]
+        return result
+
+
 MEASURED = {
-    "one rank": [HostStep(GRPO, flags=ENTROPY), HostStep(CISPO, tiny=TIED), HostStep(PADDED)],
-    "TP2+SP": [HostStep(CISPO, SP), HostStep(PADDED, SP, flags=ENTROPY)],
-    "one rank, kept ids": [HostStep(KEPT_OF_SLIME, flags=ENTROPY)],
-    "CP2, kept ids": [HostStep(KEPT_OF_SLIME, CP), HostStep(replace(KEPT_OF_SLIME, layout="allgather"), CP)],
-    "CP2": [HostStep(CISPO, CP, flags=ENTROPY), HostStep(PADDED, CP), HostStep(CONTIGUOUS, CP, flags=ENTROPY)],
-    "PP2": [HostStep(GRPO, PP), HostStep(CISPO, PP)],
+    "one rank": (Layout(), [GRPO, CISPO, PADDED, KEPT_OF_SLIME]),
+    "TP2+SP": (SP, [CISPO, PADDED, KEPT_OF_SLIME]),
+    "CP2": (CP, [GRPO, CISPO, PADDED, CONTIGUOUS, KEPT_OF_SLIME, replace(KEPT_OF_SLIME, layout="allgather")]),
 }
+# A host measures masked tokens too.
+TRAINED = [(total, size, [1] * size) for total, size, _ in Case().shapes]
+
+
+def measured_on_rank(rank: int, layout: Layout, cases: list[Case]) -> list[tuple]:
+    """Of each case (what our function in the place of the host's measures of a Carrier, what it must measure, rows of logits). The
+    hidden states are logits: the weight of the head is the unit matrix."""
+    cp, tp, found = resolve_groups().cp, resolve_groups().tp, []
+    for case in (replace(case, shapes=TRAINED) for case in cases):
+        args = host_args(HostStep(case, layout, flags=FUSED))
+        host_model(args)
+        samples, place = case.samples(), (cp.rank(), cp.size())
+        leaves = [sample.logits.float() for sample in samples]
+        hidden = host_logits(case, samples, samples, leaves, *place, torch.zeros(VOCAB_SIZE)).transpose(0, 1)
+        if layout.sequence_parallel:
+            hidden = torch.cat([hidden, hidden[: len(hidden) % 2]]).chunk(tp.size())[tp.rank()]
+        weight = torch.eye(VOCAB_SIZE).chunk(tp.size())[tp.rank()]
+        carrier = carry(HeadInputs(hidden.contiguous(), weight, layout.sequence_parallel), tp).transpose(0, 1).contiguous()
+        batch = host_batch(case, samples, samples, *place)
+        named = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+        if case.host == "miles":
+            named["max_seq_lens"] = batch["max_seq_lens"]
+        elif case.keeps:
+            named |= {name.removeprefix("rollout_"): batch[name] for name in KEYS["slime"]}
+        with RowsOfLogits(VOCAB_SIZE) as logits:
+            answer = host_of(args, "actor").get_log_probs_and_entropy(carrier, args=args, with_entropy=True, **named)
+        expected = host_batch(case, list(map(exact_scores, samples)), samples, *place)
+        wanted = {"log_probs": expected["log_probs"], "entropy": expected["advantages"]}
+        found.append((answer if case.host == "miles" else answer[1], wanted, logits.rows))
+    return found
+
+
+def exact_scores(sample: Sample) -> Sample:
+    """With its log-probabilities, and in the place of advantages its entropies."""
+    rows = sample.logits[sample.prompt - 1 : -1]
+    log_p = torch.log_softmax(rows / TEMPERATURE, -1)
+    values = {"log_probs": sample.scores(rows, list(range(len(sample.mask)))), "advantages": -(log_p.exp() * log_p).sum(-1)}
+    return replace(sample, values=sample.values | values)
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", MEASURED)
 def test_old_log_probabilities_are_measured_without_logits(pool, name):
-    """By the host's own function of logits, token by token, and by ours of hidden states."""
-    answers = by_logits_and_carrier(pool, measured_on_rank, MEASURED[name])
-    for answer in answers:
-        for (plain, of_logits), (found, of_carrier) in zip(answer[::2], answer[1::2], strict=True):
-            torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
-            assert of_carrier <= UNTIED.hidden_size < of_logits or not found
-    assert any(logs for answer in answers for logs, _ in answer)
+    """Token by token, in float64. No token of a prompt is multiplied, though the host computes rows of whole samples."""
+    layout, cases = MEASURED[name]
+    for answer in pool.run(measured_on_rank, layout, cases, world_size=layout.world_size, **layout.model_parallel):
+        for case, (found, expected, rows) in zip(cases, answer, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            assert rows == sum(size for _, size, _ in case.shapes) or name != "one rank"
 
 
-class RowsOfLogits(TorchDispatchMode):
-    """The rows of all matrix products with as many columns as the vocabulary has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and result.shape[1] == VOCABULARY:
-            self.rows += result.shape[0]
-        return result
-
-
-def rows_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[int, ...]]:
-    """Of each step the rows of logits that its head makes in training and in measuring."""
+def rows_on_rank(rank: int, steps: list[HostStep]) -> list[int]:
+    """Of each step the rows of logits that its head makes in training."""
     found = []
     for step in steps:
-        args, rows = host_args(step), []
-        models, optimizer, _ = host_model(args)
-        for run in (train_one_step, measured_by_the_actor):
-            with RowsOfLogits() as logits:
-                run(args, models, optimizer, step)
-            rows.append(logits.rows)
-        found.append(tuple(rows))
+        args = host_args(step)
+        models, optimizer = host_model(args)
+        with RowsOfLogits(VOCABULARY) as logits:
+            train_one_step(args, models, optimizer, step)
+        found.append(logits.rows)
     return found
 
 
 @pytest.mark.megatron
-def test_each_token_of_a_response_is_multiplied_once(pool):
-    """No token of a prompt is, though the host computes rows of whole samples; in training no masked one either. An entropy, which
-    slime always reports, comes from the chunk's logits, which the loss has made."""
+def test_each_trained_token_is_multiplied_once(pool):
+    """An entropy, which slime always reports, comes from the chunk's logits, which the loss has made."""
     reports = Case(host="slime", settings=WIDE)
     silent = replace(reports, settings=WIDE | {"policy_metrics": "none"})
-    steps = [HostStep(case, flags=FUSED | ENTROPY) for case in (silent, reports, Case(settings=WIDE | OBSERVES))]
-    [found] = pool.run(rows_on_rank, steps, world_size=1)
-    assert found == [(sum(sum(mask) for _, _, mask in reports.shapes), sum(size for _, size, _ in reports.shapes))] * 3
+    [found] = pool.run(rows_on_rank, [HostStep(case, flags=FUSED) for case in (silent, reports)], world_size=1)
+    assert found == [sum(sum(mask) for _, _, mask in reports.shapes)] * 2
 
 
 HALF = replace(UNTIED, bf16=True)
@@ -204,7 +244,7 @@ def head_alone_on_rank(rank: int, flags: dict) -> torch.Tensor:
     """main_grad of a head whose model is not trained."""
     step = HostStep(GRPO, flags=flags)
     args = host_args(step)
-    models, optimizer, _ = host_model(args)
+    models, optimizer = host_model(args)
     enlarge_head(models, step.factor_of_head)
     models[0].requires_grad_(False)
     weight = models[0].module.output_layer.weight.requires_grad_()
@@ -293,53 +333,13 @@ def test_logits_in_its_place_are_refused():
 
 # Where it is placed: the host's own code
 
-NAMES = ("args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "others")
-MEASURE = f"def get_log_probs_and_entropy(logits, *, {', '.join(NAMES)}): return [logits]"
-# read: what the advantages take from the old log-probabilities.
-ACTOR = """
-def compute_advantages_and_returns(args, rollout_data):
-    xs = rollout_data.get("log_probs") or rollout_data.get("values")
-    if xs is None:
-        raise TypeError("no lengths")
-    rollout_data["advantages"] = [args.read(x) for x in xs]
-
-class MegatronTrainRayActor:
-    def __init__(self, args):
-        self.args, self.measured = args, []
-
-    def compute_log_prob(self, data_iterator, num_microbatches, store_prefix=""):
-        self.measured.append(store_prefix)
-        own = get_log_probs_and_entropy
-        return {store_prefix + "log_probs": [torch.zeros(1)]}
-
-    def train_actor(self, rollout_data, num_microbatches=(2,)):
-        rollout_data.update(self.compute_log_prob(None, num_microbatches, store_prefix="ref_"))
-        rollout_data.update(self.compute_log_prob(None, num_microbatches))
-        compute_advantages_and_returns(self.args, rollout_data)
-        return rollout_data
-"""
-BUILD = "def setup_model_and_optimizer(args, role='actor'): return [args.model], None, None"
-INITIALIZE = "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
-SOUND = {"model": f"{BUILD}\n{INITIALIZE}", "actor": f"import torch\n{MEASURE}\n{ACTOR}"}
-
-
-def as_slime(**sources: str) -> dict[str, ModuleType]:
-    """Modules in slime's places, of these texts."""
-    modules = {}
-    for name, source in (SOUND | sources).items():
-        modules[name] = ModuleType(f"{SLIME.training_package}.{name}")
-        modules[name].__file__ = f"slime/{name}.py"
-        exec(source, vars(modules[name]))
-        sys.modules[modules[name].__name__] = modules[name]
-    return modules
-
 
 @pytest.fixture
 def slime(monkeypatch):
-    """as_slime, whose modules are gone at the end."""
+    """emulated_host of slime, whose modules are gone at the end."""
     for name in SOUND:
         monkeypatch.setitem(sys.modules, f"{SLIME.training_package}.{name}", None)
-    return as_slime
+    return partial(emulated_host, SLIME)
 
 
 PLACED = {"fused_lm_head_loss": True}, "our head cannot be placed; remove --fused-lm-head-loss"
@@ -373,9 +373,9 @@ def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(slime):
     for _ in range(2):
         take_over(SLIME, HeadSettings(is_fused=True))
         assert [vars(function)[OWN] for function in (model.setup_model_and_optimizer, actor.get_log_probs_and_entropy)] == [*own]
-    args, logits = Namespace(model=nn.Linear(2, 2)), torch.zeros(1, 5, 7)
+    args, logits = Namespace(build=lambda: ([], None, None)), torch.zeros(1, 5, 7)
     # A run without a head: its model is not looked at, and logits go to the host's own function.
-    assert model.initialize_model_and_optimizer(args)[0] == [args.model]
+    assert model.initialize_model_and_optimizer(args)[0] == []
     assert actor.get_log_probs_and_entropy(logits, **dict.fromkeys(NAMES)) == [logits]
 
 
@@ -398,8 +398,8 @@ FORWARDS = (("trains", True, True), ("evaluates", False, True), ("measures", Fal
 def forwards_on_rank(rank: int, flags: dict, bf16: bool) -> dict[str, tuple]:
     """By forward: (type, dtype and values of the model's output, whether they are the layer's own)."""
     args = host_args(HostStep(Case(), flags=flags, tiny=replace(UNTIED, bf16=bf16)))
-    models, _, _ = host_model(args)
-    own = LayoutModel(args.layout, 64, args.tiny).models[0]
+    models, _ = host_model(args)
+    own = args.build()[0][0]
     case = Case()
     tokens, packed, _ = batch_of(HostStep(case), case.samples()[:2], case.samples())
 
@@ -494,7 +494,7 @@ def test_a_fault_of_the_last_stage_stops_the_first_one_too(pool):
 def critic_on_rank(rank: int) -> list[bool]:
     args = host_args(HostStep(Case(), flags=FUSED))
     host_model(args)
-    models, *_ = host_of(args).initialize_model_and_optimizer(args, "critic")
+    models, *_ = host_of(args, "model").setup_model_and_optimizer(args, "critic")
     return ["forward" in vars(find_output_layer(models[0]))]
 
 
@@ -537,7 +537,7 @@ def rollout_of(case: Case) -> dict:
 
 def skipped_on_rank(rank: int) -> dict:
     """Rollouts of a run without our flag, of two with it, and of the first run once more: (the forwards, the names in its data)."""
-    actor, rollout = as_slime()["actor"].MegatronTrainRayActor, rollout_of(Case())
+    actor, rollout = emulated_host(SLIME)["actor"].MegatronTrainRayActor, rollout_of(Case())
     asked = {**INIT, "skip_old_log_probs": True}
     runs = [started()[0], *(started(**asked)[0] for _ in range(2))]  # the second hook puts nothing around what is there
     found = {"printed": started(**asked)[1], "rollouts": []}
