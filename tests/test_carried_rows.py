@@ -6,7 +6,7 @@ tests/test_verl_engines.py, tests/test_nemo_rl.py and tests/test_roll.py have st
 from __future__ import annotations
 
 import math
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.heads import carried_rows, log_probs
 from megatron_rl.hosts.heads.carried_rows import CarriedRows, carry_rows
-from megatron_rl.hosts.heads.placed_rows import place_rows, with_logits
+from megatron_rl.hosts.heads.placed_rows import place_rows
 from megatron_rl.hosts.heads.roll import place
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
@@ -299,34 +299,6 @@ def refused_on_a_rank(rank: int):
 @pytest.mark.megatron
 def test_what_needs_logits_is_refused_by_name():
     run_ranks(refused_on_a_rank, 1)
-
-
-def core_has_the_loss(rank: int):
-    """Releases of Megatron-Core that have process_mtp_loss: it gets the output layer, and its weight is not detached."""
-    model = Body()
-    place_rows([model], SETTING, knows_mtp=True)
-    seen = []
-
-    def process_mtp_loss(*, output_layer, hidden_states):
-        seen.append(type(output_layer(hidden_states)[0]))
-        return hidden_states
-
-    module = ModuleType("verl.models.mcore.mtp_patch")
-    module._process_mtp_loss = process_mtp_loss
-    with_logits(module)
-    hidden = torch.randn(WIDTH, ROWS, HIDDEN)
-    module._process_mtp_loss(output_layer=model.output_layer, hidden_states=hidden)
-    assert seen == [torch.Tensor] and type(model.output_layer(hidden)[0]) is CarriedRows
-    assert type(model.output_layer(hidden, runtime_gather_output=True)[0]) is torch.Tensor, "a sampler's forward"
-    module._process_mtp_loss(output_layer=nn.Identity(), hidden_states=hidden)
-    empty = ModuleType("verl.models.mcore.mtp_patch")
-    with_logits(empty)
-    assert not hasattr(empty, "_process_mtp_loss")
-
-
-@pytest.mark.megatron
-def test_the_loss_of_mtp_of_newer_megatron_core_has_its_logits():
-    run_ranks(core_has_the_loss, 1)
 
 
 # ROLL's models have a hook on the output layer

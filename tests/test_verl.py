@@ -32,7 +32,6 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.testing.ranks import run_ranks
 
 ROLLOUT_TOLERANCE = 1e-6  # float32 numbers against a float64 step
-ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.5, "importance_correction_high": 2.0}
 
 
 # One call of a loss: two samples, three tokens
@@ -268,32 +267,6 @@ def test_verls_own_loss_path_has_our_estimate_of_kl():
         step, terms = ADAPTER.step(case), {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "unbiased"}
         plain, found = (ADAPTER.run(case, step, start=start, **given) for given in ({}, terms))
         check_kl(plain, found, step, "unbiased", is_over_tokens=True)
-
-    in_fork(work)
-
-
-@pytest.mark.host("VERL_ROOT")
-def test_hydra_makes_our_class_and_the_config_that_is_judged():
-    """As verl's workers make their actor config; with verl's own class the same line is refused."""
-    pytest.importorskip("hydra", reason="hydra-core is verl's own requirement, and not ours")
-    line = [
-        verl.CLASS_LINE,
-        *(f"+{verl.ACTOR}policy_loss.{name}={value}" for name, value in ICEPOP.items()),
-        f"{verl.ACTOR}ppo_micro_batch_size_per_gpu=1",
-        f"{verl.LOSS_MODE}=megatron_rl.gspo.sample_mean",
-    ]
-
-    def composed(*words: str):
-        return verl.compose(["python3", "-m", verl.MAIN, "--config-name", "ppo_megatron_trainer", *words])
-
-    def work() -> None:
-        make = VERL.load("verl.utils.config", without=("hydra", "omegaconf")).omega_conf_to_dataclass
-        actor = make(composed(*line).actor_rollout_ref.actor)
-        settings = verl.read(actor).config
-        assert {name: getattr(settings, name) for name in ICEPOP} == ICEPOP
-        with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
-            make(composed(*line[1:]).actor_rollout_ref.actor)
-        assert len(verl.check(composed(f"{verl.LOSS_MODE}=megatron_rl.gspo.token_mean"))) == 1
 
     in_fork(work)
 

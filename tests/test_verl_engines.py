@@ -72,8 +72,7 @@ class EngineLayout:
 
     engine: str  # fsdp2 or megatron
     world_size: int = 1
-    micro_batch_size: int | None = None  # None: dynamic batch sizes, of max_tokens
-    max_tokens: int = 40
+    micro_batch_size: int | None = None  # None: dynamic batch sizes
     parallel: dict[str, int] = field(default_factory=dict)  # sizes of the Megatron engine
     remove_padding: bool = True  # packed rows (thd)
     has_our_log_probs: bool = False
@@ -87,25 +86,16 @@ class EngineLayout:
         return f"{self.engine}, {self.world_size} ranks, {', '.join([*sizes, batches])}{rows}{head}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """The batch of a step as verl's trainer holds it: left-padded prompts, right-padded responses."""
-
-    tensors: dict[str, Tensor]  # [S, ...]
-    prompt_ids: Sequence[str]
-    sessions: Sequence[int] | None = None  # the rollout of each sample, among those of its prompt; None: of the old trainer
-
-
 def run_verl(
     rank: int,
     root: str,
     folder: str,
     layout: EngineLayout,
     runs: Sequence[dict[str, Any]],
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[dict[str, Any]],
 ) -> list[dict[str, Tensor]]:
     """The weights that each run leaves, by their names in the folder's format; on the first rank. runs: what a launch line sets of
-    the actor. rollouts: one an optimiser step."""
+    the actor. rollouts: as_rollout of each optimiser step."""
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
     os.environ.update({"LOCAL_RANK": "0", "VERL_ENGINE_DEVICE": "cuda", "VERL_LOGGING_LEVEL": "ERROR"})
     sys.dont_write_bytecode = True
@@ -174,7 +164,7 @@ def make_worker(folder: str, layout: EngineLayout) -> Any:
     batches = {
         "use_dynamic_bsz": layout.micro_batch_size is None,
         "micro_batch_size_per_gpu": layout.micro_batch_size,
-        "max_token_len_per_gpu": layout.max_tokens,
+        "max_token_len_per_gpu": 40,
         "use_fused_kernels": layout.is_fused,
     }
     schedule = {"lr": LR, "weight_decay": 0.0, "clip_grad": CLIP_GRAD, "total_training_steps": 100}
@@ -201,7 +191,7 @@ def make_worker(folder: str, layout: EngineLayout) -> Any:
     return worker
 
 
-def train(worker: Any, actor: dict[str, Any], rollouts: Sequence[Rollout], layout: EngineLayout) -> None:
+def train(worker: Any, actor: dict[str, Any], rollouts: Sequence[dict[str, Any]], layout: EngineLayout) -> None:
     """As verl's trainer: the parts to the workers, update_actor. The batch has the columns that verl's agent loops write."""
     from verl.utils import tensordict_utils as tu
     from verl.workers import config as configs
@@ -214,14 +204,12 @@ def train(worker: Any, actor: dict[str, Any], rollouts: Sequence[Rollout], layou
     strategy = "megatron" if layout.engine == "megatron" else "fsdp"
     worker.set_loss_fn(partial(ppo_loss, config=configs.ActorConfig(strategy=strategy, policy_loss=loss, **sizes, **others)))
     for rollout in rollouts:
-        number = len(rollout.prompt_ids)
+        number = len(rollout["uid"])
         parts = number // worker.engine.get_data_parallel_size()
         place = worker._query_dispatch_info("train")
         part = slice(place * parts, (place + 1) * parts)
-        own = {name: values[part] for name, values in rollout.tensors.items()}
-        names = {"uid": rollout.prompt_ids, "session_id": rollout.sessions}
-        names = {name: list(values[part]) for name, values in names.items() if values is not None}
-        data = left_right_2_no_padding(tu.get_tensordict(own | names, non_tensor_dict={"temperature": TEMPERATURE}))
+        own = {name: values[part] for name, values in rollout.items()}
+        data = left_right_2_no_padding(tu.get_tensordict(own, non_tensor_dict={"temperature": TEMPERATURE}))
         tu.assign_non_tensor(
             data,
             calculate_entropy=False,
@@ -326,6 +314,16 @@ LAYOUTS = [
     replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={PP: 2}),
     replace(MEGATRON, world_size=2, micro_batch_size=2, remove_padding=False),
 ]
+# By our log-probabilities and our head.
+LAYOUTS += [
+    replace(FSDP, world_size=2, micro_batch_size=2, has_our_log_probs=True),
+    *(
+        replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={size: 2}, has_our_log_probs=True, is_fused=is_fused)
+        for size in (CP, PP)
+        for is_fused in (False, True)
+    ),
+    replace(MEGATRON, world_size=2, micro_batch_size=4, parallel={TP: 2}, has_our_log_probs=True, is_fused=True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +348,8 @@ def rollouts() -> list[list[Sample]]:
     return made
 
 
-def as_rollout(samples: list[Sample]) -> Rollout:
+def as_rollout(samples: list[Sample]) -> dict[str, Any]:
+    """The batch of a step as verl's trainer holds it: left-padded prompts, right-padded responses."""
     prompts = max(len(sample.tokens) - sample.response_length for sample in samples)
     width = max(sample.response_length for sample in samples)
     rows = {name: torch.zeros(len(samples), prompts + width, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
@@ -366,7 +365,7 @@ def as_rollout(samples: list[Sample]) -> Rollout:
     tensors = {**rows, **halves, **of_response, "position_ids": positions}
     tensors["response_mask"] = tensors["response_mask"].long()
     tensors["advantages"] = torch.tensor([sample.advantage for sample in samples])[:, None] * tensors["response_mask"]
-    return Rollout(tensors=tensors, prompt_ids=[sample.prompt_id for sample in samples])
+    return tensors | {"uid": [sample.prompt_id for sample in samples]}
 
 
 def verl_run(loss: str, aggregation: str) -> dict[str, Any]:
@@ -431,12 +430,8 @@ def before(folder):
     return weights_in(folder)
 
 
-def trained_by_verl(
-    folder: Path, layout: EngineLayout, runs: list[dict], batches: list[Rollout] | None = None
-) -> list[dict[str, Tensor]]:
-    """batches: of the steps; None: of rollouts()."""
-    batches = [as_rollout(samples) for samples in rollouts()] if batches is None else batches
-    arguments = (os.environ["VERL_ROOT"], str(folder), layout, runs, batches)
+def trained_by_verl(folder: Path, layout: EngineLayout, runs: list[dict]) -> list[dict[str, Tensor]]:
+    arguments = (os.environ["VERL_ROOT"], str(folder), layout, runs, [as_rollout(samples) for samples in rollouts()])
     return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0]
 
 
@@ -446,64 +441,6 @@ def test_verls_training_worker_leaves_the_parameters_of_our_trainer(folder, trut
     errors = {row: differences(weights, expected, before) for row, weights, expected in zip(ROWS, found, truth, strict=True)}
     print(f"largest difference {max(errors.values()):.1e}")
     assert max(errors.values()) < LIMIT, errors
-
-
-def cut_into_rows(samples: list[Sample]) -> Rollout:
-    """Each sample as one row to three of the same tokens, of which each trains a part, dealt anywhere; and rows that verl adds."""
-    rows, sessions = [], []
-    for index, sample in enumerate(samples):
-        number, mask = 1 + index % 3, sample.loss_mask
-        for part in range(number):
-            own = torch.zeros_like(mask)
-            cut = slice(part * len(mask) // number, (part + 1) * len(mask) // number)
-            own[cut] = mask[cut]
-            rows.append(replace(sample, loss_mask=own))
-            sessions.append(index % GROUP_SIZE)
-    numbers = {"reward": 0.0, "advantage": 0.0, "old_log_probs": [0.0], "index": len(rows)}
-    rows += [Sample(prompt_id="pad5", tokens=[0, 0], response_length=1, loss_mask=[0], **numbers)] * 4
-    order = random.Random(7).sample(range(len(rows)), len(rows))
-    rows, sessions = [rows[row] for row in order], [[*sessions, *range(4)][row] for row in order]
-    return replace(as_rollout(rows), sessions=sessions)
-
-
-OF_ROWS = [
-    replace(FSDP, world_size=2, micro_batch_size=2),
-    replace(MEGATRON, world_size=2, micro_batch_size=None),
-    replace(MEGATRON, world_size=4, micro_batch_size=2, parallel={CP: 2}),
-]
-
-
-@pytest.mark.parametrize("layout", OF_ROWS, ids=str)
-def test_rollouts_cut_into_rows_leave_the_parameters_of_whole_ones(folder, truth, before, layout):
-    """FB-141: a rollout's rows on both data-parallel ranks, in any micro-batch; a rollout without a token; rows that verl adds."""
-    rows = [("grpo", aggregation) for aggregation in AGGREGATIONS] + [("cispo", "sample_mean")]
-    batches = [cut_into_rows(samples) for samples in rollouts()]
-    found = trained_by_verl(folder, layout, [verl_run(*row) for row in rows], batches)
-    errors = {row: differences(weights, truth[ROWS.index(row)], before) for row, weights in zip(rows, found, strict=True)}
-    print(f"largest difference {max(errors.values()):.1e}")
-    assert max(errors.values()) < LIMIT, errors
-    uncounted_batches = [replace(batch, sessions=None) for batch in batches]
-    (uncounted,) = trained_by_verl(folder, layout, [verl_run(*rows[0])], uncounted_batches)
-    assert differences(uncounted, truth[0], before) > 1e3 * LIMIT  # else the cut would say nothing
-
-
-WITH_OURS = [
-    replace(FSDP, world_size=2, micro_batch_size=2, has_our_log_probs=True),
-    *(
-        replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={size: 2}, has_our_log_probs=True, is_fused=is_fused)
-        for size in (CP, PP)
-        for is_fused in (False, True)
-    ),
-    replace(MEGATRON, world_size=2, micro_batch_size=4, parallel={TP: 2}, has_our_log_probs=True, is_fused=True),
-]
-
-
-@pytest.mark.parametrize("layout", WITH_OURS, ids=str)
-def test_verls_training_worker_leaves_the_same_parameters_by_our_log_probabilities_and_our_head(folder, truth, before, layout):
-    rows = [(loss, "sample_mean") for loss in CLIPS]
-    found = trained_by_verl(folder, layout, [verl_run(*row) for row in rows])
-    for row, weights in zip(rows, found, strict=True):
-        assert differences(weights, truth[ROWS.index(row)], before) < LIMIT, row
 
 
 def test_each_aggregation_and_loss_trains_another_model(truth, before):
