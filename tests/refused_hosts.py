@@ -89,13 +89,6 @@ def log_probs_of_skyrl(log_probs="megatron_rl", strategy="megatron", importance_
     return skyrl.check((SimpleNamespace(trainer=trainer), skyrl.Words(own, loss_reduction), log_probs))
 
 
-def log_probs_of_roll(strategy_name="megatron_train", **variables):
-    """Beside ROLL's own loss."""
-    worker = worker_config("ppo", **{"MEGATRON_RL_LOG_PROBS": "megatron_rl"} | variables)
-    worker.strategy_args.strategy_name = strategy_name
-    return roll.has_log_probs(worker)
-
-
 def head_of_roll(**settings):
     own = {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "true", "MEGATRON_RL_LOG_PROBS": "megatron_rl"}
     return roll.read(worker_config("gspo.prompt_mean", **own | settings), pipeline_config())
@@ -222,7 +215,6 @@ REFUSED: dict[Callable, list[dict[str, Any]]] = {
         *each("strategy", "fsdp"),
         {"importance_correction": "tis", "loss_reduction": "row_mean"},
     ],
-    log_probs_of_roll: [*each("MEGATRON_RL_KL_ESTIMATOR", "k3"), *each("strategy_name", "fsdp2_train")],
     sampler: [  # FB-114, FB-161
         *(row | COMPARED for row in (OF_KEPT, TOP_P, PENALTY)),
         *(OF_KEPT | SETS | more for more in (PENALTY, {"drafted": "speculative_config"})),

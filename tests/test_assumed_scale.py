@@ -40,7 +40,6 @@ from test_row_kernels import (
     recorded_accesses,
 )
 
-from megatron_rl.ops.linear_head import multiply_by_kernel
 from megatron_rl.ops.rescale_triton import rescale
 
 pytestmark = pytest.mark.kernel
@@ -173,21 +172,6 @@ def test_each_number_is_multiplied_once_or_not_even_read_and_nothing_beside_the_
     rescale(view, four, torch.tensor(0.5), last, **SMALL_GRADIENT)
     assert torch.equal(view, rows * 8)
     assert torch.equal(memory[~inside].isnan(), before[~inside].isnan())
-
-
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-@pytest.mark.parametrize("factor", [1.0, 1 / 3], ids=["1", "another"])
-def test_the_kernel_multiplies_the_fused_head_s_gradient_too(dtype, factor):
-    """Into its own memory and into 16 bits beside it. The factor is float32 whatever the gradient is."""
-    before = torch.randn(19, 40, generator=torch.Generator().manual_seed(0)).to(dtype).to(KERNEL_DEVICE)
-    want, number = before.float() * torch.tensor(factor, device=KERNEL_DEVICE), torch.tensor(factor, device=KERNEL_DEVICE)
-    of_store = 2**-7 if dtype == BFLOAT16 else 0.0  # the interpreter truncates where it stores 16 bits
-    own = before.clone()
-    assert multiply_by_kernel(own, number, own) is own
-    torch.testing.assert_close(own.float(), want, rtol=of_store, atol=0)
-    beside = torch.empty_like(before, dtype=BFLOAT16)
-    assert multiply_by_kernel(before.clone(), number, beside) is beside
-    torch.testing.assert_close(beside.float(), want.bfloat16().float(), rtol=of_store, atol=0)
 
 
 # In miles and slime

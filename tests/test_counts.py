@@ -25,7 +25,6 @@ from megatron_rl.weights import (
 # Step S: per-token losses (1, 2, 3, -). N = 4, P = 2, T = 7, M_a = 6, M_b = 1.
 S_LOSSES = [1, 2, 3, 0]
 S_TOTALS = StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
-S_COUNTS = torch.tensor([2, 4, 1, 0])
 # Weights and loss, as fractions. tests/test_explain.py reads them too.
 GOLDEN = [
     # 2/8 x 1 + 4/16 x 2 + 1/4 x 3 = 1/4 + 1/2 + 3/4; dropping the masked sample from N would give 2

@@ -18,7 +18,6 @@ from linear_cases import HeadBatch, LargestNewTensor, every_term, head_batch, ru
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.ops import support as pairs_of
 from megatron_rl.ops.backends import vocab_shard
 from megatron_rl.ops.linear_log_probs import pair_kernels
 from megatron_rl.ops.log_probs_torch import working_dtype
@@ -93,18 +92,6 @@ def test_scores_and_gradients_are_those_of_the_kept_columns_alone(backend, dtype
         assert torch.allclose(tensor.double(), wanted[name], rtol=0, atol=tolerance * largest, equal_nan=True), name
     assert found["log_probs"][1] == 0
     assert not found["of_hidden"][[*IDLE, 1]].any() and (found["of_weight"][VOCAB_SIZE] == 1).all()
-
-
-def test_an_id_of_many_rows_is_added_once(monkeypatch):
-    """On CUDA index_add has no order: the sum has one only where each id comes once."""
-    case, seen, sums = Case(torch.float32, 8), [], pairs_of._sum_segments
-    monkeypatch.setattr(pairs_of, "_sum_segments", lambda values, counts, of: seen.append(counts) or sums(values, counts, of))
-    pairs = case.pairs()
-    weight = torch.zeros(case.weight.shape, device=KERNEL_DEVICE)
-    ones, hidden = torch.ones(pairs.columns.numel(), device=KERNEL_DEVICE), case.hidden.to(KERNEL_DEVICE)
-    pairs_of.add_weight_reference(ones, pairs, hidden, out=weight, max_bytes=2**31)
-    counts = pairs.columns.bincount()
-    assert [tuple(found.tolist()) for found in seen] == [tuple(counts[counts > 0].tolist())] and int(counts.max()) > 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
