@@ -93,50 +93,6 @@ def test_the_forward_step_looks_at_the_first_graph(pool):
 # The indexer of sparse attention
 
 
-def indexer_gradients(rank: int, contracts: list[tuple[bool, int]]) -> tuple[bool, list[float]]:
-    """What the installed release says, and d / d indexer of a loss that is attached in each of M micro-batches, whose mean is 1."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
-
-    from megatron_rl.megatron.model import transformer_config
-
-    class Model(torch.nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            self.policy, self.indexer = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-            self.config, self.model_type = config, None
-
-        def set_input_tensor(self, tensor): ...
-
-        def forward(self):
-            return DSAIndexerLossAutoScaler.apply(self.policy * 1, self.indexer.sum())
-
-    found = []
-    for is_per_token, number in contracts:
-        config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
-        vars(config)["experimental_attention_variant"] = "dsa"
-        model = Model(config)
-        get_forward_backward_func()(
-            forward_step_func=lambda iterator, model: (model(), lambda output: (output.sum(), torch.tensor(1).int(), {})),
-            data_iterator=None,
-            model=model,
-            num_microbatches=number,
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        found.append(float(model.indexer.grad))
-    return installed.scales_indexer_loss(), found
-
-
-@megatron
-def test_what_the_installed_schedule_makes_of_the_loss_of_the_indexer(pool):
-    """x micro-batches in 0.16 to 0.18, which give it no scale; once in 0.19. The question at start is answered as the schedule
-    acts."""
-    ((is_scaled, found),) = pool.run(indexer_gradients, [(False, 1), (False, 4), (True, 4)], world_size=1)
-    assert found == pytest.approx([1, 1, 4] if is_scaled else [1, 4, 4])
-
-
 def refusals_on_rank(rank: int) -> list[str]:
     """Of the forward step for models with an indexer, and of a model that cannot be built here."""
     from megatron_rl.megatron.model import build_gpt_model, transformer_config

@@ -31,13 +31,8 @@ from test_row_kernels import (
     IS_INTERPRETED,
     REAL,
     SMALL_GRADIENT,
-    WIDTH,
-    counts,
     few_lanes,
-    in_guarded_memory,
     make_batch,
-    only_interpreted,
-    recorded_accesses,
 )
 
 from megatron_rl.ops.rescale_triton import rescale
@@ -147,31 +142,6 @@ def test_what_cannot_be_assumed_is_delivered_and_forgotten(factor):
     else:
         assert (found.isnan() | found.isinf())[batch.loss_mask & wanted.ne(0).any(1)].all()
     assert torch.equal(after, wanted)
-
-
-@only_interpreted
-@pytest.mark.parametrize(
-    ("dtype", "stride", "offset", "width"),
-    [
-        (BFLOAT16, WIDTH, 0, WIDTH),
-        (FLOAT32, WIDTH + 6, 5, 33),
-        (BFLOAT16, WIDTH + 6, 5, 33),
-        (FLOAT32, WIDTH + 3, 16, 8),
-        (BFLOAT16, WIDTH + 3, 16, 1),
-    ],
-)
-def test_each_number_is_multiplied_once_or_not_even_read_and_nothing_beside_the_rows(dtype, stride, offset, width):
-    rows = torch.randn(19, width).to(dtype)
-    memory, view = in_guarded_memory(rows, stride, offset)
-    before, inside = memory.clone(), torch.zeros_like(memory, dtype=torch.bool)
-    inside.as_strided(view.shape, (stride, 1), offset).fill_(True)
-    four, last = torch.tensor(4.0), torch.tensor(1.0)
-    with recorded_accesses() as accesses:
-        rescale(view, four, torch.tensor(4.0), last, **SMALL_GRADIENT)
-    assert not counts(accesses.loads, memory).any() and not counts(accesses.stores, memory).any() and last == 4
-    rescale(view, four, torch.tensor(0.5), last, **SMALL_GRADIENT)
-    assert torch.equal(view, rows * 8)
-    assert torch.equal(memory[~inside].isnan(), before[~inside].isnan())
 
 
 # In miles and slime

@@ -155,19 +155,9 @@ def test_every_input_of_the_others_shows(read):
     assert OTHERS in message
 
 
-def apart_by_sign(log_ratio, advantages):
-    """sigmoid rounds in another way in the rest of a loop than in its vectors; which elements are there depends on the others."""
-    value = torch.zeros_like(log_ratio)
-    for is_here in (advantages > 0, advantages < 0):
-        x = log_ratio[is_here]
-        value[is_here] = -advantages[is_here] * (torch.sigmoid(x) - 0.5 - x / 4) / 1e-3
-    return value
-
-
 RIGHT = {
     "dropout": (lambda x, a: torch.nn.functional.dropout(surrogate(x, a), 0.1), {}),
     "CISPO by hand": (truncated(is_detached=True), {}),
-    "apart by sign": (apart_by_sign, {}),
     "a clip of tokens": (surrogate, {"level": "sequence", "token_clip": lambda x, a: x.clamp(-0.3, 0.3)}),
 }
 

@@ -10,14 +10,11 @@ from functools import partial
 import pytest
 import torch
 from helpers import CLIP, without_needless_clip
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, plan_of, relative, run, seen, worst_error
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops import linear_head, log_probs_torch
-from megatron_rl.ops.linear_gradient import cut, document_bins, schedule_documents, schedule_rows
-from megatron_rl.ops.linear_head import rows_per_chunk
+from megatron_rl.ops.linear_gradient import schedule_documents
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
 
@@ -161,36 +158,6 @@ def test_autocast_changes_nothing():
 # Chunks and bins
 
 
-@given(budget=st.integers(1, 10**7), bytes_per_row=st.integers(1, 10**5), preferred=st.none() | st.integers(1, 10**6))
-@settings(max_examples=200)
-def test_a_chunk_has_the_rows_that_fit_the_budget(budget, bytes_per_row, preferred):
-    """Never more bytes than were allowed, and no row less: a micro-batch that fits must not be two chunks."""
-    if budget < bytes_per_row:
-        with pytest.raises(ConfigError, match=f"{bytes_per_row} is the smallest budget that works"):
-            rows_per_chunk(budget, bytes_per_row, preferred_bytes=preferred)
-        return
-    rows = rows_per_chunk(budget, bytes_per_row, preferred_bytes=preferred)
-    allowed = budget if preferred is None else min(budget, max(preferred, bytes_per_row))
-    assert rows >= 1 and rows * bytes_per_row <= allowed < (rows + 1) * bytes_per_row
-
-
-@given(sizes=st.lists(st.integers(0, 40), max_size=30), capacity=st.integers(1, 30))
-@settings(max_examples=200)
-def test_each_document_is_in_one_bin_and_bins_are_full(sizes, capacity):
-    """Every document once, masked ones too; no bin over its capacity but a long document's own; no two bins that fit in one."""
-    bins = document_bins(sizes, capacity)
-    assert sorted(document for documents in bins for document in documents) == list(range(len(sizes)))
-    totals = [sum(sizes[document] for document in documents) for documents in bins]
-    for documents, total in zip(bins, totals, strict=True):
-        assert total <= capacity or len(documents) == 1
-        assert list(documents) == sorted(documents)
-    for first in range(len(bins)):
-        for second in range(first):
-            assert totals[first] + totals[second] > capacity
-    is_long = [total > capacity for total in totals]
-    assert is_long == sorted(is_long, reverse=True), "long documents first: the first of them needs no buffer beside dW"
-
-
 @pytest.mark.parametrize(
     ("counts", "bins", "terms", "plans"),
     [
@@ -213,19 +180,6 @@ def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, plans):
         assert len(item.chunks) == -(-sum(chunk.numel() for chunk in item.chunks) // 5), "as few as can be"
         # Those of the last chunk are not computed again.
         assert plan_of(item) != "two-pass" or item.chunks[-1].numel() == 5
-
-
-@given(num_rows=st.integers(0, 200), capacity=st.integers(1, 60))
-@settings(max_examples=100)
-def test_chunks_are_as_few_and_as_equal_as_can_be(num_rows, capacity):
-    """A last chunk of a few rows would read and write the whole weight gradient for them."""
-    rows = torch.arange(7, 7 + num_rows)
-    chunks = cut(rows, capacity)
-    sizes = [chunk.numel() for chunk in chunks]
-    assert len(chunks) == -(-num_rows // capacity)
-    assert not chunks or (max(sizes) <= capacity and max(sizes) - min(sizes) <= 1)
-    assert torch.equal(torch.cat([*chunks, torch.zeros(0, dtype=torch.int64)]), rows)
-    assert [plan_of(item) for item in schedule_rows(rows, capacity)] == ["in-chunk"] * len(chunks)
 
 
 # The gradient: factors, main_grad, hooks, precision, and what is refused

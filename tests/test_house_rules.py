@@ -9,7 +9,6 @@ from functools import cache
 
 import mutants
 import pytest
-import torch
 
 COLLECTIVES = frozenset(
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
@@ -108,15 +107,6 @@ def test_the_package_keeps_the_rule(name, find, bad, good, package_trees, benchm
     found = [f"{path}:{line}: {name}" for path, tree in (package_trees | benchmark_trees).items() for line in find(tree)]
     assert not found, "\n".join(found)
     assert list(find(ast.parse(bad))) and not list(find(ast.parse(good)))
-
-
-def test_fresh_memory_of_the_package_is_nan():
-    """Catches an output element that nobody writes, which shows by chance alone while memory is clean."""
-    module = {"__name__": "megatron_rl.ops.some_kernel", "torch": torch}
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        allocations = "torch.empty(3, dtype=dtype, requires_grad=True), torch.empty_like(like), like.new_empty(2, 3)"
-        made = eval(allocations, module | {"dtype": dtype}, {"like": torch.zeros(4, dtype=dtype)})
-        assert all(bool(tensor.isnan().all()) for tensor in made)
 
 
 def test_each_mutant_has_its_line_once():

