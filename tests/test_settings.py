@@ -23,7 +23,7 @@ from megatron_rl.declare import clip_of, declared_parameters
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import OPTIONS, HostLaunch
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.validation import field_of
+from megatron_rl.validation import field_of, flag_of
 from megatron_rl.validation.routes import HOST_SWITCHES
 
 HIDDEN, VOCABULARY = 32, 246  # no other sizes of the tiny model's tensors
