@@ -416,5 +416,5 @@ def test_rows_of_unknown_rollouts_and_of_unknown_number_are_refused():
     taken.see_groups(groups)
     with pytest.raises(DataError, match="in no group of this step"):
         taken.see_rows([(copy.copy(groups[0][0]), 0)], 1)
-    with pytest.raises(DataError, match="made 5 rows of 2 rollouts of 2 turns"):
+    with pytest.raises(DataError, match="made 5 rows of 2 rollouts of 3 turns"):
         taken.see_rows([(groups[0][0], 0), (groups[0][1], 0)], 5)
