@@ -17,7 +17,6 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | sglang's flags in miles's validation, its aliases of transformers | they are of the sampler |
 | miles's object store, made anew | actor and manager share a process |
 | the dashboard's log | it notes what it is given |
-| forward_only of the actor | it is counted, and called |
 | Megatron's fused cross-entropy in miles, by Megatron's other one | the fused one rounds its gradient to bfloat16 |
 
 --spec names layer_spec, because Transformer Engine's attention needs CUDA. The file of --custom-config-path says bf16: false,
@@ -34,7 +33,6 @@ import sys
 import types
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -44,7 +42,6 @@ import torch
 import torch.distributed as dist
 from host_checkouts import STUBBED, load_checkout, silent_logging
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import named_shards
 
 from megatron_rl.hosts.launch import with_our_flags
@@ -58,43 +55,18 @@ STUBBED_OF_WHOLE += tuple("fastapi omegaconf polars pybase64 pylatexenc setproct
 SEED = 0
 
 
-@dataclass(frozen=True)
-class WholeRun:
-    """What the optimiser steps of one launch have left on a rank."""
-
-    weights: dict[str, tuple[int | None, int, Tensor]]  # as trainer_cases.weights_of
-    steps: list[dict[str, float]]  # the host's metrics of each step, on the rank that reports
-    rows_of_products: dict[int, int]  # columns of a matrix product -> the most rows that one had
-    num_measured: int  # forwards over a rollout that measured log-probabilities
-
-
-class Products(TorchDispatchMode):
-    """The most rows of a matrix product, by its columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            rows, columns = result.shape
-            self.rows[columns] = max(rows, self.rows.get(columns, 0))
-        return result
-
-
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     return gpt_layer_spec(config, vp_stage=vp_stage)
 
 
-def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[str]) -> WholeRun:
-    """The host's training of this command line, on this rank."""
+def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[str]) -> tuple[dict, list[dict[str, float]]]:
+    """The host's training of this command line, on this rank: the weights that it leaves, as trainer_cases.weights_of, and the
+    host's metrics of each step, on the rank that reports."""
     install_cpu_support()
     make_importable(root, megatron_root)
     made = {"slime": Slime, "miles": Miles}[host](rank)
-    with silent_logging(), made.replacements(), Products() as products:
-        weights, steps = made.train(words)
-    return WholeRun(weights, steps, products.rows, made.num_measured)
+    with silent_logging(), made.replacements():
+        return made.train(words)
 
 
 def make_importable(root: str, megatron_root: str) -> None:
@@ -151,16 +123,6 @@ def load_weights(model: list, optimizer: Any, *others: Any, **options: Any) -> t
     return -1, 0
 
 
-@contextlib.contextmanager
-def contract(words: str) -> Iterator[None]:
-    """Names the first contract of the host that does not hold any more."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"the host's contract that moved, or our side of it: {words}")
-        raise
-
-
 class WholeHost:
     """A host's training process, of one rank."""
 
@@ -169,7 +131,7 @@ class WholeHost:
     initialize_module: str
 
     def __init__(self, rank: int):
-        self.rank, self.steps, self.num_measured = rank, [], 0
+        self.rank, self.steps = rank, []
 
     @contextlib.contextmanager
     def replacements(self) -> Iterator[None]:
@@ -185,16 +147,7 @@ class WholeHost:
         yield "torch.distributed", "init_process_group", lambda *given, **options: None
         yield "megatron.training.arguments", "get_device_arch_version", lambda: 10
         yield self.initialize_module, "np", types.SimpleNamespace(__version__="1.26", random=np.random)
-        actor = f"{self.name}.backends.megatron_utils.actor"
-        yield actor, "forward_only", self._counted(importlib.import_module(actor).forward_only)
         yield self.model_module, "load_checkpoint", load_weights
-
-    def _counted(self, forward_only: Any) -> Any:
-        def counting(*given: Any, **named: Any) -> Any:
-            self.num_measured += 1
-            return forward_only(*given, **named)
-
-        return counting
 
     def note(self, args: Namespace, metrics: dict[str, float], *others: Any, **options: Any) -> None:
         if "train/step" in metrics:
@@ -207,17 +160,13 @@ class WholeHost:
         with mock.patch.object(sys, "argv", ["train.py", *words]):
             return parse_args()
 
-    def train(self, words: list[str]) -> tuple[dict[str, tuple[int | None, int, Tensor]], list[dict[str, float]]]:
-        with contract(f"{self.name}.utils.arguments.parse_args(add_custom_arguments), and what our launcher reads of its answer"):
-            args = self.parse(words)
-        with contract("MegatronTrainRayActor: __init__, init(args, role), the init hook it calls"):
-            actor, first = self.start(args)
-        with contract("RolloutManager(args, None), set_train_parallel_config"):
-            manager = self.manager(args)
-            manager.set_train_parallel_config(actor.train_parallel_config)
-        with contract("RolloutManager.generate on --load-debug-rollout-data, MegatronTrainRayActor.train, the hooks they call"):
-            for rollout in range(first, args.num_rollout):
-                self.train_on(actor, manager, rollout)
+    def train(self, words: list[str]) -> tuple[dict, list[dict[str, float]]]:
+        args = self.parse(words)
+        actor, first = self.start(args)
+        manager = self.manager(args)
+        manager.set_train_parallel_config(actor.train_parallel_config)
+        for rollout in range(first, args.num_rollout):
+            self.train_on(actor, manager, rollout)
         return named_shards(find_gpt_model(actor.model[0]), lambda parameter: parameter.detach()), self.steps
 
     def start(self, args: Namespace) -> tuple[Any, int]:
