@@ -140,10 +140,6 @@ ACTORS_REFUSE = {
         **{"multi_latent_attention": True, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     },
     "tensor_model_parallel_size=2 with experts needs sequence_parallel": {"num_moe_experts": 8, "tensor_model_parallel_size": 2},
-    "so its gradient is x 1 / cp": {
-        **{"calculate_per_token_loss": True, "context_parallel_size": 2, "enable_mtp_training": True},
-        **{"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
-    },
 }
 
 

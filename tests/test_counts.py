@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from megatron_rl.count import StepTotals, count_step, prompt_digest
 from megatron_rl.errors import DataError
 from megatron_rl.weights import (
-    Formula,
-    get_loss_aggregation,
     loss_aggregation_names,
     register_loss_aggregation,
     regularizer_weights,
@@ -121,10 +119,9 @@ def test_a_fully_masked_prompt_still_counts_as_a_prompt():
     assert weights_of("sample_mean", count_step([torch.ones(4)])).tolist() == [0.25], "a step of one sample has weights"
 
 
-@pytest.mark.parametrize("num_tokens", [8, 3000])
-def test_masks_of_any_type_are_counted(num_tokens):
+def test_masks_of_any_type_are_counted():
     generator = torch.Generator().manual_seed(0)
-    bools = [torch.rand(num_tokens + index, generator=generator) < 0.5 for index in range(5)] + [torch.zeros(0, dtype=torch.bool)]
+    bools = [torch.rand(3000 + index, generator=generator) < 0.5 for index in range(5)] + [torch.zeros(0, dtype=torch.bool)]
     expected = [int(mask.sum()) for mask in bools]
     kinds = [torch.bool, torch.float32, torch.uint8, torch.bfloat16]
     of_mixed_kinds = [mask.to(kinds[index % 4]) for index, mask in enumerate(bools)]
@@ -266,9 +263,3 @@ def test_a_function_gets_the_counts_of_rollouts_that_it_names():
     assert weights_of("half_way", step).tolist() == weights_of("by_formula", step).tolist() == pytest.approx(wanted)
     sample_token_weights("half_way", step[1], StepTotals(7, 2, 15))
     assert seen == [(4, TOKENS_OF_ROLLOUT, ROWS_OF_ROLLOUT), (7, TOKENS, [1] * 7)]
-
-
-def test_a_formula_of_rollouts_is_one_of_samples_where_each_is_one():
-    assert Formula.parse("1 / (N R M_j^2 k_j L)").for_single_samples() == Formula(N=-2, m_i=-2, L=-1)
-    record = get_loss_aggregation("sample_mean")
-    assert (str(record.rollout_formula), str(record.formula), record.needs) == ("1/(R M_j)", "1/(N m_i)", ("num_samples",))

@@ -285,17 +285,6 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def test_without_gradients_one_matmul_runs():
-    case = head_batch()
-    with torch.no_grad(), seen(case) as record:
-        output = call(case, case.hidden, case.weight, max_logits_bytes=budget(case, SMALL), metrics="basic")
-    assert record.rows == {"logits": int(case.batch.loss_mask.sum()), "hidden": 0, "weight": 0}
-    want = by_logits("gspo", case, metrics="basic").output
-    assert not output.loss.requires_grad
-    torch.testing.assert_close(output.loss, want.loss.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(output.metrics.values, want.metrics.values, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_has_no_matmul(frozen):
     case = head_batch()

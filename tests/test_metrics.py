@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import loop_log_probs, pool_of, random_batch, run_loss
+from helpers import loop_log_probs, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_backends import LOSSES, over_backends
-from trainer_cases import ragged_step, tiny_trainer
 
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.losses.grpo import grpo
 from megatron_rl.metrics.further import ROLLOUT_METRICS, rollout_statistics
@@ -201,35 +199,3 @@ def test_rollout_metrics_are_the_same_for_any_split_into_micro_batches(where):
         "policy/max_staleness": max(STALENESS[i] for i in samples),
     }
     assert found(*parts, LOSS_STATISTICS) == pytest.approx(expected, rel=1e-12)
-
-
-def with_rollout(step):
-    """The samples with a sampler's log-probabilities and versions."""
-    return [
-        replace(sample, rollout_log_probs=[-2.0 - 0.01 * t for t in range(len(sample.loss_mask))], policy_version=index)
-        for index, sample in enumerate(step)
-    ]
-
-
-pool = pool_of(1)
-
-
-def step_on_rank(rank, config, old):
-    trainer, samples = tiny_trainer(config), with_rollout(ragged_step())
-    if old:
-        samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples]
-    metrics = trainer.step([samples[:2], samples[2:]], policy_version=6, counts_phantoms=old)
-    return {name: metrics[name] for name in NAMES & metrics.keys()}
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("old", [False, True], ids=["on-policy", "old log-probs"])
-def test_the_fused_head_gives_the_same_rollout_metrics(pool, old):
-    """It keeps log-probabilities where a statistic looks at them: on-policy the comparison does, with old ones the phantoms."""
-    [plain] = pool.run(step_on_rank, PolicyLossConfig(), old, world_size=1)
-    [fused] = pool.run(step_on_rank, PolicyLossConfig(fused_lm_head_loss=True), old, world_size=1)
-    assert fused == pytest.approx(plain, rel=1e-5)
-    # Versions 0 to 5 at version 6; every unmasked token's old log-probability is a placeholder of 0, if there is one.
-    assert plain["policy/staleness"] == 3.5 and plain["policy/max_staleness"] == 6
-    unmasked = sum(sum(sample.loss_mask) for sample in ragged_step())
-    assert plain.get("policy/num_phantom_tokens") == (unmasked if old else None)

@@ -335,14 +335,10 @@ IN_HOSTS = [
     for host, route, name, loss, hook, rollouts in (
         ("miles", "reducer", SAMPLE_SUM, "grpo", {}, SEGMENTS),
         ("slime", "reducer", SQUARE_ROOT, "grpo", {}, None),
-        ("miles", "custom_loss", SQUARE_ROOT, "grpo", {}, SEGMENTS),
         ("slime", "custom_loss", SAMPLE_SUM, "gspo", {}, None),
         ("miles", "host", OF_GROUPS, "grpo", REWARD, SEGMENTS),
-        ("slime", "host", SQUARE_ROOT, "grpo", REWARD, None),
         ("slime", "reducer", ODD, "grpo", REWARD, SEGMENTS),
-        ("miles", "reducer", OF_GROUPS, "grpo", REWARD, None),
         ("slime", "custom_loss", OF_GROUPS, "gspo", REWARD, SEGMENTS),
-        ("miles", "custom_loss", ODD, "grpo", REWARD, None),
     )
 ]
 

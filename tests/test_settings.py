@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import pytest
 from helpers import error_of, pool_of
-from host_steps import REDUCER
 from loss_backends import HAS_TRITON, counted_launches
 from test_forward_step import SeenShapes
 from test_fused_head import most_rows
@@ -21,10 +20,7 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.declare import clip_of, declared_parameters
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.args import OPTIONS, HostLaunch
-from megatron_rl.hosts.checks import check_launch
 from megatron_rl.validation import field_of, flag_of
-from megatron_rl.validation.routes import HOST_SWITCHES
 
 HIDDEN, VOCABULARY = 32, 246  # no other sizes of the tiny model's tensors
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
@@ -196,21 +192,6 @@ def test_what_is_no_number_no_count_or_no_switch_is_refused(name):
 def test_the_clip_default_is_that_of_the_loss(argv, ratios):
     """FB-72: one default of 0.2 for every loss, under which GSPO never clips."""
     assert clip_of(validate_megatron_rl_args(parse(*argv))) == ratios
-
-
-@pytest.mark.parametrize("name", HOST_SWITCHES)
-def test_every_switch_is_refused_by_name_and_read_as_the_host_does(name):
-    """One rule for all of them; where no rule has judged the launch, we read as the host does, which asks `if args.name`."""
-    launch = {"loss_aggregation": "sample_mean", **REDUCER}
-    problems = pytest.raises(ConfigError, check_launch, Namespace(**launch, **{name: "false"})).value.problems
-    assert problems[0].startswith(f"{name}='false' must be true or false"), problems
-    if HOST_SWITCHES[name]:  # the host reads None as off, and its absence as on
-        with pytest.raises(ConfigError, match=f"{name}=None must be true or false"):
-            check_launch(Namespace(**launch, **{name: None}))
-    for value in ("false", 0, None, True):
-        assert HostLaunch(Namespace(**{name: value}))[name] is bool(value)
-    assert HostLaunch(Namespace())[name] is HOST_SWITCHES[name]
-    assert {option for option, value in OPTIONS.items() if isinstance(value, bool)} == set(HOST_SWITCHES)
 
 
 # What of a step differs
