@@ -1,6 +1,6 @@
 """The machine code of the kernels, compiled for sm_90 without a GPU: bounds that a fast kernel keeps. It must never run a kernel.
 
-tests/sass_gate.py says how the figures come about, tests/kernel_launches.py for which launches. A bound finds cliffs, such as loads
+tests/sass_gate.py says how the figures come about and for which launches. A bound finds cliffs, such as loads
 of two bytes, spills or a shuffle per logit, not the last 5 %. EVERY_LAUNCH=1, which the nightly job sets, compiles with the Triton
 of each supported torch; git ignores .tritons/, where pip installs the others, 5 seconds and about 600 MB each.
 """

@@ -36,10 +36,8 @@ from megatron_rl.ops.backends import (
     VocabShard,
     gradient_like,
     one_read_configuration,
-    split_rows,
     vocab_shard,
 )
-from megatron_rl.ops.log_probs_torch import merge_shards
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput
 
@@ -49,7 +47,6 @@ from megatron_rl.ops.log_probs_triton import (
     LIST_BLOCK,
     list_rows,
     logits_gradient_triton,
-    merge_shards_triton,
     row_results_triton,
 )
 from megatron_rl.ops.rows_triton import unit_gradient
@@ -224,20 +221,6 @@ def test_rows_without_a_gradient_are_never_read():
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
 
 
-def test_the_merge_of_more_rows_than_two_programs_take_is_the_twins():
-    """Parts that are far apart."""
-    generator = torch.Generator().manual_seed(1)
-    parts = torch.randn(5, 257, 4, generator=generator)
-    parts[..., 0] *= 40
-    parts[..., 1] = parts[..., 1].abs() + 0.1
-    active, shard = torch.arange(257) % 3 > 0, VocabShard(0, 1, 1 / 0.9, 1)
-    want = merge_shards(parts, active, shard)
-    got = merge_shards_triton(parts.to(KERNEL_DEVICE), active.to(KERNEL_DEVICE), shard)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours.cpu()[active], theirs[active], rtol=2e-6, atol=1e-5)  # log-probabilities up to 200
-    assert all((ours.cpu()[~active] == 0).all() for ours in got[2:])
-
-
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
     """Head, whole tiles, tail and last columns each have code of their own, and a maximum that drops NaN."""
@@ -321,24 +304,6 @@ def test_the_gradient_goes_into_any_tensor(kind):
     arguments = (logits, labels, None, result.maximum, result.total, result.entropy, c, None, shard)
     assert logits_gradient_triton(*arguments, out=out, **SMALL_GRADIENT) is out
     torch.testing.assert_close(out.double().cpu(), wanted, **GRADIENT_TOLERANCE[out.dtype])
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_columns", "splits", "expected_splits"),
-    [
-        (4096, 151936, None, (1, 153600)),  # the rows fill the device
-        (512, 151936, None, (3, 51200)),  # 8 x 132 / 512 = 2.06
-        (16, 151936, None, (15, 10240)),  # 66 wanted; at least 4 tiles each, at most 18: 74.2 tiles / 18 = 4.1, so 5 each
-        (16, 100, 4, (1, 2048)),  # columns for one tile
-        (0, 0, None, (1, 2048)),
-    ],
-)
-def test_few_rows_are_split_over_the_device(monkeypatch, num_rows, num_columns, splits, expected_splits):
-    """By hand, for tiles of 2048 columns and 132 SMs. A split is a multiple of the tile and none is empty."""
-    monkeypatch.setattr("megatron_rl.ops.backends.num_processors", lambda device: 132)
-    got = split_rows(num_rows, num_columns, 2048, splits, torch.device("cpu"))
-    assert got == expected_splits
-    assert (got[0] - 1) * got[1] < max(num_columns, 1) <= got[0] * got[1]
 
 
 # The kernel that reads a row once
@@ -480,16 +445,17 @@ def test_without_old_log_probs_the_ratio_is_exactly_1(backend, loss_scale):
 
 
 # A row of 256 logits with the lanes of each shipped program, beside K1's 128: sums of 256 float32 numbers in another order.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_warps", ROWS_AT_ONCE)
-def test_more_lanes_change_the_last_bits_alone(num_warps):
-    batch = make_batch()
+def test_more_lanes_change_the_last_bits_alone(num_warps, dtype):
+    batch = make_batch(dtype)
     batch = replace(batch, logits=torch.cat([batch.logits[:, :REAL].nan_to_num().repeat(1, 60)], 1))
     lanes = 32 * num_warps
     with few_lanes(OneReadConfiguration(lanes, 2, 16 * lanes, num_warps)):
         found, gradient = run_loss("grpo", batch, vocab_size=None)
     wanted, two_kernels = run_loss("grpo", batch, vocab_size=None, loss_scale=None)
     torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=0, atol=2e-6)
-    torch.testing.assert_close(gradient, two_kernels, rtol=5e-6, atol=1e-9)
+    torch.testing.assert_close(gradient, two_kernels, rtol=5e-6 if dtype == torch.float32 else 2**-7, atol=1e-9)
     torch.testing.assert_close(found.loss, wanted.loss, rtol=2e-6, atol=1e-6)
 
 
@@ -622,7 +588,6 @@ def test_two_kernels_stay_without_a_gradient_a_factor_or_adjacent_columns():
         pytest.param(8192, 151936, 4, 32, id="Qwen in float32: the rows do not fit, and half of them is still found"),
         pytest.param(8192, 52958, 2, 16, id="the widest bf16 rows of three an SM"),
         pytest.param(8192, 25600, 2, 8, id="a short vocabulary: six rows"),
-        pytest.param(264, 151936, 2, 32, id="two waves"),
         pytest.param(263, 151936, 2, None, id="fewer than two waves"),
         pytest.param(300, 25600, 2, 32, id="too few rows for six at once"),
     ],
