@@ -86,7 +86,7 @@ JUDGES = {
     "policy_loss/value.py": "value_loss refused",
     "policy_loss/reduce_triton.py": "losses generated_steps",
     "megatron/checks.py": "forward_step expert_layouts added_losses model_shapes",
-    "megatron/attention.py": "attention megatron_model",
+    "megatron/attention.py": "megatron_model",
     "megatron/model.py": "megatron_model model_shapes layouts",
     "megatron/multi_token.py": "model_shapes",
     "megatron/rotary.py": "megatron_model",
