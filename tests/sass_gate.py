@@ -339,32 +339,20 @@ def column(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(rows, dtype=dtype, device="cuda")
 
 
-def statistics(
-    logits: Tensor, *, with_entropy: bool = False, has_mask: bool = True, group=SINGLE, temperature: float = 1.0, vocab_size=None
-) -> None:
-    shard = vocab_shard(logits.shape[1], temperature, vocab_size, group)
-    mask = column(logits.shape[0], torch.bool) if has_mask else None
-    kernels = row_kernels(resolve_backend("auto", logits))
+def statistics(logits: Tensor, *, with_entropy: bool = False, group=SINGLE, temperature: float = 1.0) -> None:
+    shard = vocab_shard(logits.shape[1], temperature, None, group)
+    kernels, mask = row_kernels(resolve_backend("auto", logits)), column(logits.shape[0], torch.bool)
     with mock.patch.object(dist, GATHER_INTO_ONE, lambda *tensors, group: None):
         kernels.forward(logits, column(logits.shape[0], torch.int64), mask, shard, group, with_entropy=with_entropy)
 
 
-def gradient(
-    logits: Tensor,
-    *,
-    with_entropy: bool = False,
-    has_mask: bool = True,
-    has_coefficients: bool = True,
-    out: Tensor | None = None,
-    temperature: float = 1.0,
-) -> None:
+def gradient(logits: Tensor, *, with_entropy: bool = False, out: Tensor | None = None, temperature: float = 1.0) -> None:
     rows = logits.shape[0]
     row_kernels(resolve_backend("auto", logits)).gradient(
         logits,
         column(rows, torch.int64),
-        column(rows, torch.bool) if has_mask else None,
-        *(column(rows) for _ in range(3)),
-        column(rows) if has_coefficients else None,
+        column(rows, torch.bool),
+        *(column(rows) for _ in range(4)),
         column(rows) if with_entropy else None,
         vocab_shard(logits.shape[1], temperature, None, SINGLE),
         out=logits if out is None else out,
@@ -406,7 +394,6 @@ def policy_loss(
     rows: int = ROWS,
     documents: int = 16,
     everything=False,
-    per_token=False,
     has_sampler=False,
     logits: Tensor | None = None,
     **options,
@@ -417,19 +404,19 @@ def policy_loss(
     if everything:
         options |= {"ref_log_probs": column(rows), "importance_weights": column(rows), "regularizer_weights": column(documents)}
         options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
-    with mock.patch.object(dist, "all_reduce", lambda tensor, *, group: None):
-        function(
-            large("bf16", rows) if logits is None else logits,
-            column(rows, torch.int64),
-            column(rows),
-            column(rows if per_token else documents),
-            column(rows, torch.bool),
-            column(documents + 1, torch.int32),
-            column(documents),
-            advantages_per="token" if per_token else "sample",
-            tp_group=SINGLE,
-            **{"cp_group": SINGLE, **options},
-        )
+    function(
+        large("bf16", rows) if logits is None else logits,
+        column(rows, torch.int64),
+        column(rows),
+        column(documents),
+        column(rows, torch.bool),
+        column(documents + 1, torch.int32),
+        column(documents),
+        advantages_per="sample",
+        tp_group=SINGLE,
+        cp_group=SINGLE,
+        **options,
+    )
 
 
 def on_policy(function):
@@ -458,15 +445,12 @@ def make_launches() -> dict[str, Callable[[], None]]:
         "statistics bf16": lambda: statistics(large("bf16")),
         "statistics bf16, entropy": lambda: statistics(large("bf16"), with_entropy=True),
         "statistics fp32, entropy": lambda: statistics(large("fp32"), with_entropy=True),
-        "statistics bf16, no mask": lambda: statistics(large("bf16"), has_mask=False),
         "statistics bf16, split": lambda: statistics(large("bf16", FEW_ROWS)),
         "statistics bf16, entropy, split, shards": lambda: statistics(large("bf16", FEW_ROWS), group=pair, with_entropy=True),
         "statistics of each size": lambda: each_size(statistics),
         "gradient bf16": lambda: gradient(large("bf16")),
         "gradient bf16, entropy": lambda: gradient(large("bf16"), with_entropy=True),
         "gradient fp32, entropy": lambda: gradient(large("fp32"), with_entropy=True),
-        "gradient bf16, entropy, no mask": lambda: gradient(large("bf16"), has_mask=False, with_entropy=True),
-        "gradient bf16, entropy alone": lambda: gradient(large("bf16"), with_entropy=True, has_coefficients=False),
         "gradient fp32 into bf16": lambda: gradient(large("fp32"), out=large("bf16")),
         "gradient of each size": lambda: each_size(gradient),
         # In the head: one row and, with entropy in float32, six that a multiprocessor has under way at once.
@@ -496,9 +480,7 @@ def make_launches() -> dict[str, Callable[[], None]]:
             for temperature in TEMPERATURES
         ],
         # What the loss itself has no part in, with one of them.
-        "grpo, cp": lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False),
         "gspo, everything": lambda: policy_loss(gspo_loss, everything=True),
-        "gspo, advantages per token": lambda: policy_loss(gspo_loss, per_token=True),
         "gspo of each size": lambda: [
             policy_loss(gspo_loss, rows=rows, documents=documents, clip_ratio_high=high)
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))

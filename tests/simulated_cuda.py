@@ -12,7 +12,7 @@ dispatch mode sees each operation with the marks of its inputs. Everything is un
     mixture  a CPU tensor beside a device's, which raises on a GPU; a 0-d one is a number and passes where a GPU lets it
 
     with seen.capture():     as a CUDA graph sees it: these raise CaptureError at once, and so does a copy from the host that nobody
-        step()               waits for, and a kernel for which Triton has no binary yet. So call the step once before.
+        step()               waits for
 
 It knows what torch's own operations do, not what time they take. It must never be used where there is a GPU: tests/test_gpu.py asks
 that. A gradient cannot cross from one device to the other here.
@@ -40,8 +40,8 @@ from megatron_rl.megatron import cpu
 torch.compile(lambda: None)
 
 LOOK, COPY, MIXTURE = "look", "copy", "mixture"
-# In a capture alone: a copy from the host that the host does not wait for, and a kernel that has to be compiled.
-ASYNC_COPY, COMPILATION = "copy in a capture", "compilation in a capture"
+# In a capture alone: a copy from the host that the host does not wait for.
+ASYNC_COPY = "copy in a capture"
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 MARK = "is_on_simulated_cuda"
 # Operations whose result has a size, or is a number, that the host has to be told.
@@ -104,7 +104,6 @@ class Record(list[Seen]):
     def __init__(self):
         super().__init__()
         self.is_capturing = False
-        self.kernels: set[tuple] = set()  # the launches for which Triton has a binary
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -127,19 +126,6 @@ class Record(list[Seen]):
             self.add(COPY if to_device else LOOK, operation)
         elif self.is_capturing:
             self.add(ASYNC_COPY, operation)
-
-    def launch(self, name: str, arguments: tuple, options: dict[str, object]) -> None:
-        """Numbers count with their values: Triton's own key holds less of those that it does not specialise on."""
-        key = (name, *map(kind_of, arguments), *((name, kind_of(value)) for name, value in sorted(options.items())))
-        if self.is_capturing and key not in self.kernels:
-            self.add(COMPILATION, name)
-        self.kernels.add(key)
-
-
-def kind_of(value: object) -> object:
-    if isinstance(value, tuple):
-        return tuple(map(kind_of, value))
-    return (value.dtype, value.storage_offset() * value.itemsize % 16) if isinstance(value, Tensor) else str(value)
 
 
 def place_of(frame: FrameType) -> tuple[str, int, str]:
@@ -355,7 +341,6 @@ def of_triton(record: Record) -> Iterator[tuple[object, str, object]]:
     def launch_unseen(executor, *args, **kwargs):
         if any(not is_on_device(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)):
             record.add(MIXTURE, f"CPU tensor given to {executor.fn.__name__}")
-        record.launch(executor.fn.__name__, args, kwargs)
         with _disable_current_modes():
             return launch(executor, *args, **kwargs)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from test_layouts import FUSED, GRADIENT_TOLERANCE, SP, assert_exact, config_of,
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron import router_losses
-from megatron_rl.megatron.checks import check_model, exact_problems
+from megatron_rl.megatron.checks import exact_problems
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.routing import RouteLog, routers_of
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
@@ -278,37 +277,15 @@ def test_experts_that_drift_are_refused_and_others_are_exact(pool, truth_of):
 # What is said of the losses at start, and what the first step refuses
 
 
-def at_start_on_rank(rank: int) -> tuple[list[str], list[str]]:
-    """Of packed rows and seq_aux_loss: what a check of the model says under exact, and the warnings under host."""
-    found = []
-    for mode in ("exact", "host"):
-        model = LayoutModel(Layout(), 16, model_of(Layout(), **LOSSES["seq_aux_loss"])).models[0]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            check = functools.partial(
-                check_model, config_of("reinforce", "sample_mean", router_aux_loss=mode), model, is_packed=True
-            )
-            found += [error_of(check), error_of(check)]  # said once, whatever calls it
-    return found, [str(warning.message) for warning in caught]
-
-
-def test_what_is_refused_or_said_of_these_losses_comes_at_start(pool):
-    """Rows of the gradient above show that the rest is not refused."""
-    [((refused, *_, of_host), warned)] = pool.run(at_start_on_rank, world_size=1)
-    assert "exact with seq_aux_loss (--moe-aux-loss-coeff 3.0) and packed rows: Megatron gives its router no bounds" in refused
-    assert of_host == "" and len(warned) == 1
-    assert warned[0].startswith(
-        "--router-aux-loss host keeps Megatron's scale of seq_aux_loss, which depends on the layout: a mean"
-    )
-
-
-def test_a_second_scale_of_the_model_is_refused():
+def test_what_exact_cannot_scale_is_refused_at_start():
     """Megatron-Core 0.19 has moe_grad_scale_func, which multiplies these losses too."""
     from megatron.core.models.gpt import GPTModel
 
     config = SimpleNamespace(moe_grad_scale_func=lambda: 2.0)
     [problem] = exact_problems({"z_loss": 0.1}, GPTModel, config, is_packed=False)
     assert "moe_grad_scale_func in the model's config: both scale these losses; remove one" in problem
+    [problem] = exact_problems({"seq_aux_loss": 3.0}, GPTModel, SimpleNamespace(), is_packed=True)
+    assert "seq_aux_loss" in problem and "packed rows: Megatron gives its router no bounds" in problem
 
 
 def host_after_exact(rank: int, first: str) -> dict[str, torch.Tensor]:

@@ -55,12 +55,6 @@ def test_every_test_for_a_gpu_lies_in_a_file_that_is_run(request):
     assert request.config.stash[GPU_FILES] <= set(gpu_session.gpu_test_files())
 
 
-def test_an_unknown_stage_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        gpu_session.main(["--out", str(tmp_path), "--stages", "tests,speed"])
-    assert "no stage 'speed'; there are first,tests,selftest" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_the_smallest_form_of_every_stage_runs(tmp_path):

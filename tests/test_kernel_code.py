@@ -161,14 +161,13 @@ RESCALE = Bounds(instructions=5.0)
 TWO_WALKS = ("one_read_kernel",)
 HOT = {
     "row_statistics_kernel": [
-        *((f"statistics bf16{which}", STATISTICS) for which in ("", ", no mask", ", split")),
+        *((f"statistics bf16{which}", STATISTICS) for which in ("", ", split")),
         *((f"statistics {which}", STATISTICS_WITH_ENTROPY) for which in ("bf16, entropy", "fp32, entropy")),
         ("statistics bf16, entropy, split, shards", STATISTICS_WITH_ENTROPY),
     ],
     "logits_gradient_kernel": [
         *((f"gradient {which}", GRADIENT) for which in ("bf16", "fp32 into bf16")),
         *((f"gradient {which}", GRADIENT_WITH_ENTROPY) for which in ("bf16, entropy", "fp32, entropy")),
-        *((f"gradient bf16, entropy{which}", GRADIENT_WITH_ENTROPY) for which in (", no mask", " alone")),
     ],
     "one_read_kernel": [
         *((f"grpo, one read, bf16{which}", ONE_READ) for which in ("", ", assumed")),
@@ -243,14 +242,13 @@ def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
 LOSS = ["list_rows", "row_statistics", "document_sums", "loss_and_coefficients", "finish"]
 LAUNCHED = {
     **dict.fromkeys(("statistics bf16", "statistics bf16, entropy"), ["list_rows", "row_statistics"]),
-    "statistics bf16, no mask": ["row_statistics"],
     "statistics bf16, split": ["list_rows", "row_statistics", "combine"],
     "statistics bf16, entropy, split, shards": ["list_rows", "row_statistics", "combine", "combine"],
     "gradient bf16": ["logits_gradient"],
     "unit gradient bf16": ["one_read"],
     "rescale bf16": ["rescale"],
     "sparse head bf16": ["gather_product", "scatter_product", "scatter_product"],
-    **dict.fromkeys((*TWINS, "grpo, cp", "gspo, advantages per token", "gspo, everything"), LOSS),
+    **dict.fromkeys((*TWINS, "gspo, everything"), LOSS),
     **dict.fromkeys(("grpo, one read, bf16", "grpo, one read, bf16, assumed"), ["one_read", *LOSS[2:]]),
     "grpo, one read, bf16, everything": ["one_read", *LOSS[2:]],
 }

@@ -19,7 +19,6 @@ from conftest import ROOT
 from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.declare import policy_loss_names
 from megatron_rl.metrics.further import ROLLOUT_METRICS
 from megatron_rl.metrics.policy import METRICS, Reduction
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
@@ -226,12 +225,6 @@ def assert_exact(pool, layout: Layout, model: TinyGPT, truths: dict[str, LossTru
 
 
 ROWS = [pytest.param(place, *row.values, marks=row.marks, id=row.id) for place, row in enumerate(LAYOUTS + CHANGING)]
-
-
-def test_every_loss_meets_a_layout_and_the_clipped_ones_every_aggregation():
-    assert set(CLIPS) == set(policy_loss_names())
-    met = {pair for row in ROWS for pair in pairs(row.values[0])}
-    assert {name for name, _ in met} == set(CLIPS) and met >= set(itertools.product(CLIPPED_OBJECTIVES, AGGREGATIONS))
 
 
 @pytest.mark.parametrize(("place", "layout"), ROWS)

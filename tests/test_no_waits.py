@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from helpers import CLIP, ROOT, Batch, float32, placed, random_batch, without_needless_clip
 from linear_cases import HeadBatch, budget, head_batch
-from simulated_cuda import ASYNC_COPY, COMPILATION, COPY, LOOK, MIXTURE, CaptureError, Seen, mark, simulated_cuda
+from simulated_cuda import ASYNC_COPY, COPY, LOOK, MIXTURE, CaptureError, Seen, mark, simulated_cuda
 from torch import Tensor
 
 from megatron_rl import StepTotals, count_step
@@ -81,7 +81,7 @@ ON_TRITON = [pytest.mark.slow, pytest.mark.skipif(not is_interpreted(), reason="
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("kind", OF_EACH_KIND.values())
 def test_a_loss_waits_for_nothing_and_a_graph_can_hold_its_second_call(kind, given, backend):
-    """Forward and backward: no look at the device, no copy from the host, and no kernel that the first call did not launch."""
+    """Forward and backward: no look at the device and no copy from the host."""
     batch, options = make_batch(), {"loss_scale": 2.0}
     if given.startswith("everything"):
         options |= everything(batch)
@@ -404,14 +404,8 @@ def test_each_planted_wait_copy_and_mixture_is_seen_once(name):
 
 
 def test_a_capture_refuses_what_a_graph_cannot_hold():
-    """A copy that nobody waits for too; and a kernel without a binary: another constant or another dtype is another one."""
-    with simulated_cuda() as seen:
-        x = on_device()
-        seen.launch("some_kernel", (x, 5), {"BLOCK": 16})
-        with seen.capture():
-            seen.launch("some_kernel", (x * 2, 5), {"BLOCK": 16})
-            with pytest.raises(CaptureError, match=ASYNC_COPY):
-                torch.ones(5).to("cuda", non_blocking=True)
-            for arguments, options in (((x, 5), {"BLOCK": 32}), ((x.double(), 5), {"BLOCK": 16}), ((None, 5), {"BLOCK": 16})):
-                with pytest.raises(CaptureError, match=COMPILATION):
-                    seen.launch("some_kernel", arguments, options)
+    """A copy that nobody waits for too."""
+    with simulated_cuda() as seen, seen.capture():
+        on_device().max()
+        with pytest.raises(CaptureError, match=ASYNC_COPY):
+            torch.ones(5).to("cuda", non_blocking=True)
