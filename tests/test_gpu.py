@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import CLIP, Batch, without_needless_clip
+from helpers import CLIP, Batch, float32, placed, random_batch, without_needless_clip
 from linear_cases import HeadBatch, by_logits, on_device, plan_of, run
 from torch import Tensor
 
-from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, sample_token_weights
+from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.declare import policy_loss_names
 from megatron_rl.layout import SINGLE
 from megatron_rl.ops import backends
@@ -35,41 +35,25 @@ from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss, policy_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
+DEVICE = "cuda"
 
 
-def make_step(device: str, dtype: torch.dtype):
-    """Three documents, the second without a token, a padding tail, a masked row of NaN."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(24, 1000, generator=generator).to(dtype)
-    labels = torch.randint(0, 990, (24,), generator=generator)
-    cu_seqlens = torch.tensor([0, 9, 9, 20], dtype=torch.int32)
-    mask = torch.rand(24, generator=generator) < 0.7
-    mask[3], mask[0] = False, True
-    logits[3] = float("nan")
-    counts = torch.tensor([int(mask[:9].sum()), 0, int(mask[9:20].sum())])
-    totals = StepTotals(num_samples=3, num_prompts=None, num_tokens=int(counts.sum()))
-    weights, regularizers = sample_token_weights("token_mean", counts, totals), regularizer_weights(counts, totals)
-    clean = logits.float().nan_to_num(0.0)
-    log_probs = torch.log_softmax(clean[:, :990] / 0.7, -1).gather(1, labels[:, None])[:, 0]
-    old = log_probs + 0.1 * torch.randn(24, generator=generator)
-    arguments = [logits, labels, old, torch.tensor([1.0, 0.0, -0.5]), mask, cu_seqlens, weights]
-    options = {
-        "temperature": 0.7,
-        "vocab_size": 990,
-        "ref_log_probs": old - 0.1,
-        "kl_coefficient": 0.1,
-        "entropy_coefficient": 0.01,
-        "regularizer_weights": regularizers,
-    }
-    move = lambda value: value.to(device) if isinstance(value, torch.Tensor) else value  # noqa: E731
-    return [move(value) for value in arguments], {name: move(value) for name, value in options.items()}
+def make_step() -> tuple[list, dict]:
+    """(arguments, options) of a loss. Three documents, the second without a token, a padding tail, a masked row of NaN."""
+    batch = float32(random_batch([9, 0, 11, 4], vocab_size=1000, num_masked=(3, 0, 4, 4)))
+    batch.logits[1] = float("nan")
+    labels, old, advantages, mask, cu_seqlens, weights = batch.arguments()
+    options = {"vocab_size": 990, "temperature": 0.7, "ref_log_probs": old - 0.1, "kl_coefficient": 0.1}
+    options |= {"entropy_coefficient": 0.01, "regularizer_weights": weights[:3]}
+    arguments = [batch.logits.bfloat16(), labels % 990, old, advantages[:3], mask, cu_seqlens[:4], weights[:3]]
+    return [tensor.to(DEVICE) for tensor in arguments], placed(options, DEVICE)
 
 
 @pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.args[0])
 @pytest.mark.parametrize("of_documents", ["cuda", "cpu"])
 def test_the_loss_does_not_synchronise(loss, of_documents):
     """One hidden .item() a micro-batch stalls the pipeline: torch raises on it in this mode. [N] numbers may be the host's."""
-    (logits, *others), options = make_step("cuda", torch.bfloat16)
+    (logits, *others), options = make_step()
     others[4:] = [numbers.to(of_documents) for numbers in others[4:]]
     options["regularizer_weights"] = options["regularizer_weights"].to(of_documents)
     options["metrics"] = "with_entropy"
@@ -92,7 +76,7 @@ def synchronisation_refused():
 
 def capturable_step(loss, options):
     """(leaf, step): step() computes loss and gradient of whatever the leaf holds, with fresh memory for both."""
-    (logits, *others), defaults = make_step("cuda", torch.bfloat16)
+    (logits, *others), defaults = make_step()
     leaf, factor = logits.requires_grad_(), options.get("loss_scale", 1.0)
     factor = 2.0 if isinstance(factor, AssumedScale) else factor
 
@@ -137,7 +121,6 @@ def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace, announced, m
 
 # The heads
 
-DEVICE = "cuda"
 HIDDEN_SIZE, VOCAB_SIZE = 128, 2056  # v % 16 == 8
 # Chunks of 256 rows: documents of which one is longer than three chunks, one empty, one of a single token.
 LENGTHS, ROWS = [300, 900, 40, 0, 1, 200, 120], 256
