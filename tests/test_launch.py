@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from adapter_cases import emulated
+from forked import forked
 from host_emulator import load_function
 from host_steps import ICEPOP_OF
 from host_steps import REDUCER as OF_REDUCER
@@ -70,38 +74,22 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def host(tmp_path, monkeypatch):
-    """Writes a checkout of a host into tmp_path, with this train script, and makes it the working directory."""
+def in_host(tmp_path: Path, work: Callable, name: str, script: str = SCRIPT, arguments: str = "", parser: str = PARSER):
+    """(exit code, standard output, standard error) of the work beside a host of this name and its train script."""
+    (tmp_path / "helper_of_script.py").write_text("NUMBER = 7")
+    (tmp_path / "train.py").write_text(script.replace("{host}", name).replace("{arguments}", arguments))
+    parse = "parse_args()" if name == "miles" else "parse_known_args()[0]"
 
-    def write(name: str, script: str = SCRIPT, arguments: str = "", parser: str = PARSER) -> Path:
-        folder = tmp_path / name / "utils"
-        folder.mkdir(parents=True)
-        for package in (folder.parent, folder):
-            (package / "__init__.py").touch()
-        parse = "parse_args()" if name == "miles" else "parse_known_args()[0]"
-        (folder / "arguments.py").write_text(parser.replace("{parse}", parse))
-        (tmp_path / "helper_of_script.py").write_text("NUMBER = 7")
-        (tmp_path / "train.py").write_text(script.replace("{host}", name).replace("{arguments}", arguments))
-        return tmp_path / "train.py"
+    def in_folder() -> int:
+        os.chdir(tmp_path)
+        sys.modules.update(emulated(parser.replace("{parse}", parse), f"{name}.utils.arguments"))
+        return work()
 
-    monkeypatch.chdir(tmp_path)
-    for name in ("argv", "path", "meta_path"):  # what the launcher sets in its own process
-        monkeypatch.setattr(sys, name, [*vars(sys)[name]])
-    before = set(sys.modules)
-    yield write
-    for module in set(sys.modules) - before:
-        if module.split(".")[0] in ("miles", "slime", "helper_of_script"):
-            del sys.modules[module]
+    return forked(in_folder)
 
 
-def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = launch.main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        code = end.code
-    out, error = capsys.readouterr()
-    return code, out, error
+def launched(tmp_path: Path, *words: str, **checkout: str) -> tuple[int | None, str, str]:
+    return in_host(tmp_path, lambda: launch.main(words), **checkout)
 
 
 SOUND = ["train.py", *DR_GRPO, *REDUCER, *INIT]
@@ -138,38 +126,32 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize(("checkout", "words", "code", "out", "error"), LAUNCHES.values(), ids=LAUNCHES)
-def test_the_script_runs_as_itself_with_our_flags_in_its_parser_or_is_refused(checkout, words, code, out, error, host, capsys):
-    host(**checkout)
-    found, printed, said = run(capsys, *words)
+def test_the_script_runs_as_itself_with_our_flags_in_its_parser_or_is_refused(tmp_path, checkout, words, code, out, error):
+    found, printed, said = launched(tmp_path, *words, **checkout)
     assert found == code and re.search(out, printed, re.DOTALL) and re.search(error, said, re.DOTALL) and "Traceback" not in said
 
 
-def test_errors_of_the_script_are_its_own(host):
-    host("miles", "from megatron_rl.errors import ConfigError\nimport miles\nraise ConfigError('of the script')")
-    with pytest.raises(ConfigError, match="of the script"):
-        launch.main(["train.py"])
+def test_errors_of_the_script_are_its_own(tmp_path):
+    script = "from megatron_rl.errors import ConfigError\nimport miles\nraise ConfigError('of the script')"
+    code, _, error = launched(tmp_path, "train.py", name="miles", script=script)
+    assert code == 1 and error.endswith("ConfigError: of the script\n")
 
 
-# MEGATRON_RL_CHECK: the host's own parser and our check, and no run
-
-
-def test_a_check_says_what_would_train_and_ends_before_the_script_goes_on(host, capsys, monkeypatch):
-    host("miles")
+def test_a_check_says_what_would_train_and_ends_before_the_script_goes_on(tmp_path, monkeypatch):
+    """MEGATRON_RL_CHECK: the host's own parser and our check, and no run."""
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
-    code, out, error = run(capsys, *SOUND)
+    code, out, error = launched(tmp_path, *SOUND, name="miles")
     assert (code, out) == (0, "")
     assert "megatron_rl: loss_aggregation=constant by our reducer | step of " in error and "ends here" in error
-    assert run(capsys, "train.py", *DR_GRPO[:2], *REDUCER)[0] == 2
+    assert launched(tmp_path, "train.py", *DR_GRPO[:2], *REDUCER, name="miles")[0] == 2
     monkeypatch.setenv("MEGATRON_RL_CHECK", "0")
-    assert json.loads(run(capsys, *SOUND)[1])[0] == 7
+    assert json.loads(launched(tmp_path, *SOUND, name="miles")[1])[0] == 7
 
 
-def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_path, capsys, monkeypatch, unseen_machine):
-    host("slime")
-    monkeypatch.syspath_prepend(tmp_path)
-    line = ["doctor", "--host", "slime", "--", "python", "train.py", *REDUCER]
-    assert main([*line, *DR_GRPO]) == 0
-    assert "loss_aggregation=constant by our reducer" in capsys.readouterr().out
+def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(tmp_path, unseen_machine):
+    line = ["doctor", "--host", "slime", "--", "python", "train.py", *REDUCER, *DR_GRPO]
+    code, out, error = in_host(tmp_path, lambda: main(line), "slime")
+    assert code == 0 and "loss_aggregation=constant by our reducer" in out, error
 
 
 # launch-config: docs/hosts/miles.md shows what it prints
