@@ -100,48 +100,37 @@ def emulated_scale(
     return advantages / (rows * max_seq_len if max_seq_len else divisors[loss_reduction])
 
 
-def scale_of_trajectories(trainer: Any, case: RowCase, samples: Sequence[StepSample]) -> Scale:
-    """SkyRL's trainer, or what stands for it: its batch of a generator's output, padded for five ranks, and the advantages of it as
-    one mini-batch."""
+class Batch(dict):
+    """What our driver uses of SkyRL's batch: columns, and metadata."""
+
+    metadata: dict[str, Any]
+
+
+def scale_of_trajectories(case: RowCase, samples: Sequence[StepSample]) -> Scale:
+    """SkyRL's trainer, emulated, with ours around its methods: advantages of trajectories of several rows as one mini-batch."""
 
     def scale(
-        advantages: Tensor,
-        loss_mask: Tensor,
-        loss_reduction: str,
-        micro_batch_size: int,
-        max_seq_len: int | None,
-        prompt_boundaries: Any,
+        advantages: Tensor, loss_mask: Tensor, loss_reduction: str, size: int, max_seq_len: int | None, prompt_bounds: Any
     ) -> Tensor:
-        rollouts, prompts = rollouts_of(samples), [sample.prompt_id for sample in samples]
-        own = words_of(case, is_step_wise=True)
-        algorithm = algorithm_config("megatron_rl.grpo", loss_reduction, max_seq_len=max_seq_len, advantage_batch_normalize=False)
-        sizes = dict.fromkeys(("train_batch_size", "policy_mini_batch_size"), len(set(prompts)))
-        critic = SimpleNamespace(model=SimpleNamespace(path=None))
-        settings = SimpleNamespace(algorithm=algorithm, critic=critic, micro_train_batch_size_per_gpu=1, **sizes)
-        generator = SimpleNamespace(n_samples_per_prompt=4, step_wise_trajectories=True)
-        driver = SimpleNamespace(
-            cfg=SimpleNamespace(trainer=settings, generator=generator),
-            tokenizer=SimpleNamespace(pad_token_id=0),
-            dispatch=SimpleNamespace(get_lcm_dp_size=lambda: 5),
-            all_metrics={},
-        )
-        skyrl_driver.count_trajectories(trainer, partial(skyrl.read, words=own))
-        responses = [len(sample.loss_mask) for sample in samples]
-        given = {
-            "prompt_token_ids": [sample.tokens[:-size] for sample, size in zip(samples, responses, strict=True)],
-            "response_ids": [sample.tokens[-size:] for sample, size in zip(samples, responses, strict=True)],
-            "rewards": [[0.0] * size for size in responses],
-            "loss_masks": [sample.loss_mask for sample in samples],
-            "is_last_step": [one != after for one, after in pairwise([*rollouts, None])],
-        }
-        batch = trainer.RayPPOTrainer.convert_to_training_input(driver, given, prompts)
-        number, mask = len(batch["loss_mask"]), batch["loss_mask"]  # SkyRL's rows begin with their padding
-        assert number % 5 == 0 and torch.equal(mask.sum(-1)[: len(samples)], loss_mask.sum(-1))
-        batch["advantages"] = mask.clone()
-        bounds = batch.metadata["policy_mini_batch_boundaries"], batch.metadata["policy_prompt_boundaries"]
-        scaled = trainer.RayPPOTrainer._normalize_advantages(driver, batch, *bounds)["advantages"]
-        assert not scaled[len(samples) :].any() and torch.equal(scaled, scaled.max(-1, keepdim=True).values * mask)
-        return advantages * scaled.max(-1, keepdim=True).values[: len(samples)]
+        algorithm = algorithm_config("megatron_rl.grpo", loss_reduction, max_seq_len=max_seq_len)
+
+        class RayPPOTrainer:
+            cfg = SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm))
+
+            def convert_to_training_input(self, generator_output, uids):
+                return generator_output
+
+            def _normalize_advantages(self, data, mini_batch_boundaries, prompt_boundaries=None):
+                given = (loss_reduction, size, max_seq_len, prompt_boundaries)
+                data["advantages"] = emulated_scale(data["advantages"], data["loss_mask"], *given)
+                return data
+
+        words, rollouts = words_of(case, is_step_wise=True), rollouts_of(samples)
+        skyrl_driver.count_trajectories(SimpleNamespace(RayPPOTrainer=RayPPOTrainer), partial(skyrl.read, words=words))
+        batch = Batch(advantages=advantages, loss_mask=loss_mask)
+        batch.metadata = {skyrl_driver.LAST_STEPS: [one != after for one, after in pairwise([*rollouts, None])]}
+        batch = RayPPOTrainer().convert_to_training_input(batch, None)
+        return RayPPOTrainer()._normalize_advantages(batch, [(0, len(samples))], prompt_bounds)["advantages"]
 
     return scale
 
@@ -152,9 +141,9 @@ class SkyRL(Adapter):
     terms = correction(1.05)
     numbers = ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "max_seq_len")
 
-    def __init__(self, scale: Scale = emulated_scale, trainer: Any = None):
-        """scale: of the driver. trainer: SkyRL's module, where trajectories may have several rows."""
-        self.scale, self.trainer = scale, trainer
+    def __init__(self, scale: Scale = emulated_scale):
+        """scale: of the driver."""
+        self.scale = scale
 
     def install(self, monkeypatch):
         for name, module in emulated_skyrl().items():
@@ -168,7 +157,7 @@ class SkyRL(Adapter):
         prompts, config = [sample.prompt_id for sample in samples], self.config(case)
         starts = [index for index, prompt in enumerate(prompts) if index == 0 or prompt != prompts[index - 1]]
         bounds = [*pairwise([*starts, len(samples)])]
-        scale = self.scale if self.trainer is None else scale_of_trajectories(self.trainer, case, samples)
+        scale = scale_of_trajectories(case, samples) if case.has_rollouts else self.scale
         given = (advantages_of(samples) * mask, mask, config.loss_reduction, 1, config.max_seq_len, bounds)
         return {
             "old_log_probs": self.place(samples, old_of(samples)),
