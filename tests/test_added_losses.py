@@ -135,6 +135,10 @@ def test_actors_of_hosts_and_of_megatron_lm_ask_the_release(is_scaled):
 
 
 ACTORS_REFUSE = {
+    "so its gradient is x 1 / cp": {
+        **{"calculate_per_token_loss": True, "context_parallel_size": 2, "enable_mtp_training": True},
+        **{"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
+    },
     "hybrid_context_parallel=True: each micro-batch then has": {"hybrid_context_parallel": True},
     "multi_latent_attention=True with tensor_model_parallel_size=2 and transformer_impl='local'": {
         **{"multi_latent_attention": True, "tensor_model_parallel_size": 2, "sequence_parallel": True}

@@ -213,11 +213,6 @@ def test_a_wrong_correction_is_named_at_launch(message):
     assert message in problem and "=own" in problem
 
 
-def test_a_gradient_of_another_value_may_be_declared():
-    register_kl_estimator("own", is_gradient_of_value=False)(negated)
-    assert problems(kl_coefficient=0.1, kl_estimator="own") == []
-
-
 WRONG_WEIGHTS = {
     "largest": lambda counts, totals: counts / (totals.num_samples * counts.max()),
     "count": lambda counts, totals: 1 / (len(counts) * counts),

@@ -176,6 +176,16 @@ def test_only_samples_of_negative_advantage_are_dropped_as_off_policy():
         assert corrected(torch.full((3,), advantage), sequence_delta=0.0).is_kept.all()
 
 
+def test_an_exponent_is_bounded():
+    """FB-115: a sum over thousands of tokens overflows float32 beyond e^88; it is bounded to e^20 before the clamp."""
+    long = torch.full((4000,), 0.1)
+    bounds = torch.tensor([0, 4000], dtype=torch.int32)
+    settings = CorrectionSettings(kind="tis", level="sequence_sum", high=4.8e8)
+    found, _ = importance_correction(settings, torch.zeros(4000), -long, torch.ones(4000, dtype=torch.bool), bounds)
+    torch.testing.assert_close(found.weights, torch.full((4000,), 4.8e8))
+    assert found.ratios.unique().tolist() == pytest.approx([math.exp(20)])
+
+
 # Estimators of KL(policy, reference)
 
 REFERENCE = torch.tensor([-1.2, -0.5, -1.0, -0.9, -1.5, -2.0], dtype=torch.float64)

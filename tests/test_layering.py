@@ -7,6 +7,7 @@ import functools
 import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
@@ -142,6 +143,19 @@ def test_no_file_of_the_package_imports_itself_through_others(package_trees):
         graph[path] = {files.get(name, files.get(name.rpartition(".")[0])) for name in names} - {None, path}
     assert sum(map(len, graph.values())) > 1000, "imports were not found: the test looks in the wrong place"
     TopologicalSorter(graph).prepare()
+
+
+def test_every_import_of_the_tests_finds_its_name():
+    """Catches an import in a function, or in a test that few run, of what has moved or is gone."""
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        for line, name in imported_names(path.name, ast.parse(path.read_text(encoding="utf-8"))):
+            module, _, last = name.rpartition(".")
+            if name.startswith("megatron_rl."):
+                try:
+                    is_there = hasattr(import_module(module), last) or find_spec(name)
+                except ModuleNotFoundError as error:
+                    is_there = not str(error.name).startswith("megatron_rl")  # else a trainer, which is not installed
+                assert is_there, f"{path.name}:{line}: {name}"
 
 
 def test_no_file_is_longer_than_a_head_holds():

@@ -67,15 +67,6 @@ def test_the_error_of_the_weight_gradient_does_not_grow_with_micro_batches(num_m
     assert error_of(weight.main_grad, truth) < FLOAT32
 
 
-def test_a_detached_copy_of_the_weight_delivers_its_own_gradient():
-    """FB-85: the gradient goes to the tensor that was multiplied, and into nobody else's buffer."""
-    hidden, weight, gradient = operands()
-    weight.main_grad = torch.zeros(weight.shape)
-    copy = weight.detach().clone().requires_grad_()
-    fp32_head_logits(hidden, copy, tp_group=SINGLE).backward(gradient)
-    assert copy.grad.any() and not weight.main_grad.any() and weight.grad is None
-
-
 def of_shard(tp, sequence_parallel):
     """Errors of this rank's logits, hidden gradient and weight gradient, and whether tp ranks hold one hidden gradient."""
     hidden, weight, gradient = operands()

@@ -121,21 +121,16 @@ EVERYWHERE = {
     "nothing": (lambda given: None, None),
     "dtype bfloat16": (lambda given: as_dtype(given, torch.bfloat16), "dtype of logits differs"),
     "fewer documents": (lambda given: with_documents(given, [0, 6]), "number of documents differs"),
-    "no document": (lambda given: with_documents(given, [0]), "number of documents differs"),
     "token_weights": (changed(token_weights=torch.tensor([0.9, 0.1])), "token_weights differs"),
     "token_counts on one rank": (changed(token_counts=torch.tensor([4, 8])), "token_counts differs"),
     "advantages": (changed(advantages=torch.tensor([-1.0, 1.0])), "advantages differs"),
     "advantages of tokens": (changed(advantages=torch.ones(NUM_TOKENS), advantages_per="token"), "advantages differs"),
     "importance_weights": (changed(importance_weights=torch.ones(NUM_TOKENS)), "importance_weights differs"),
-    "clip": (changed(clip_ratio_high=0.3), "clip_ratio_high differs"),
-    "metrics": (changed(metrics="basic"), "metrics differs"),
-    "entropy": (changed(metrics="with_entropy"), "with_entropy differs|metrics differs"),
     "a correction": (
         changed(correction=CorrectionSettings(sequence_delta=0.1), rollout_log_probs=torch.zeros(NUM_TOKENS)),
         "correction differs",
     ),
     "kl_estimator": (changed(kl_estimator="k2"), "kl_estimator differs"),
-    "kl_coefficient": (changed(kl_coefficient=0.0), "kl_coefficient differs"),
 }
 # Seen by one rank alone, in its slice: told after the same all-reduce.
 OF_ONE_SLICE = r"document 0 .* has 1 unmasked tokens .*(in {}|on another context-parallel rank)"
