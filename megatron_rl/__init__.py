@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.layout.sampling_support import SamplingSupport
     from megatron_rl.losses.corrections import Correction, CorrectionSettings, CorrectionValue, register_correction
+    from megatron_rl.losses.distillation import DistillationSettings
     from megatron_rl.losses.kl import KLValue, register_kl_estimator
+    from megatron_rl.ops.distribution import HeadTeacher, LogitsTeacher, TopKTeacher
     from megatron_rl.ops.linear_log_probs import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
     from megatron_rl.ops.scale import AssumedScale
@@ -39,7 +41,10 @@ __all__ = [
     "CorrectionSettings",
     "CorrectionValue",
     "DataError",
+    "DistillationSettings",
+    "HeadTeacher",
     "KLValue",
+    "LogitsTeacher",
     "LossValue",
     "Parameter",
     "PolicyLossConfig",
@@ -48,6 +53,7 @@ __all__ = [
     "SamplingSupport",
     "StepCounts",
     "StepTotals",
+    "TopKTeacher",
     "ValueLossOutput",
     "bounded_exp",
     "count_step",
@@ -69,8 +75,8 @@ __all__ = [
 ]
 # What has these names, from the ground up: a module is imported where those before it have not the name that is asked for.
 _HOMES = (
-    *("errors", "config", "declare", "layout.sampling_support", "count", "ops.scale", "ops.log_probs"),
-    *("ops.linear_log_probs", "losses.kl", "losses.corrections", "weights", "policy_loss"),
+    *("errors", "config", "declare", "layout.sampling_support", "count", "ops.scale", "ops.log_probs", "ops.linear_log_probs"),
+    *("ops.distribution", "losses.kl", "losses.corrections", "losses.distillation", "weights", "policy_loss"),
 )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.losses.corrections import CORRECTIONS
+from megatron_rl.losses.distillation import DIVERGENCES, DistillationSettings
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.testing.oracle import (
     LEVELS,
@@ -32,6 +33,7 @@ from megatron_rl.testing.oracle import (
     bounded_exp,
     k3,
     scores_of,
+    token_weights,
 )
 from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
 
@@ -170,6 +172,8 @@ class Case:
     is_per_token: bool  # Megatron's calculate_per_token_loss
     kept: str  # the ids that the sampler draws from
     rollouts: str  # of which samples a rollout is
+    teacher: str = "none"
+    divergence: str = "reverse_kl"
 
     @property
     def loss(self) -> str:
@@ -189,6 +193,8 @@ class Case:
             terms += [f"kept {self.kept}"]
         if self.rollouts != "samples":
             terms += [f"rollouts: {self.rollouts}"]
+        if self.teacher != "none":
+            terms += [f"teacher: {self.teacher}, {self.divergence}"]
         return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.door}"
 
 
@@ -207,8 +213,8 @@ class Decks:
 
 
 def cases_of(name: str, number: int = STEPS_OF_A_LOSS) -> list[Case]:
-    decks = Decks(f"{name}, step")
-    return [possible(drawn(name, index, decks)) for index in range(number)]
+    decks, teachers = Decks(f"{name}, step"), Decks(f"{name}, teacher")
+    return [taught(possible(drawn(name, index, decks)), teachers) for index in range(number)]
 
 
 def drawn(name: str, number: int, decks: Decks) -> Case:
@@ -275,6 +281,29 @@ def possible(case: Case) -> Case:
     return replace(case, settings=settings, split=split, metrics=metrics, kept=kept)
 
 
+# What of a teacher a loss can get, by what it is called with; a sampled one changes the advantages of tokens.
+TEACHERS = {
+    "logits": ["none", "sampled", "top 3", "all ids", "logits"],
+    "hidden": ["none", "sampled", "top 3", "all ids", "hidden states", "logits"],
+    "log_probs": ["none", "sampled"],
+}
+DISTILLATION = DistillationSettings(coefficient=0.6, teacher_temperature=1.3)
+BETA = 0.3  # of jsd
+
+
+def taught(case: Case, decks: Decks) -> Case:
+    """Kept ids have no teacher, and a sequence-level loss has one advantage a sample."""
+    teacher, divergence = decks.draw(case.door.head, TEACHERS[case.door.head]), decks.draw("divergence", [*DIVERGENCES])
+    is_possible = case.kept == "all" and not (teacher == "sampled" and get_policy_loss(case.loss).level == "sequence")
+    return replace(case, teacher=teacher if is_possible else "none", divergence=divergence)
+
+
+def distillation_of(case: Case) -> DistillationSettings:
+    beta = {"beta": BETA} if case.divergence == "jsd" else {}
+    has_logits = case.teacher in ("logits", "hidden states")
+    return replace(DISTILLATION, divergence=case.divergence, **beta, **({} if has_logits else {"teacher_temperature": 1.0}))
+
+
 # The truth: loss, gradient and metrics from the terms of megatron_rl.testing.oracle; docs/metrics.md defines the metrics
 
 
@@ -283,6 +312,8 @@ class SetSample(DenseSample):
     """kept: the ids that the sampler drew from; None: all."""
 
     kept: list[list[int]] | None = None
+    given: list[float] | None = None  # advantages without a teacher's part
+    teacher: list[float] | None = None  # its log-probabilities of the labels
 
 
 def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
@@ -315,9 +346,28 @@ class DenseResult:
     metrics: dict[str, float]
     log_probs: Tensor  # [all tokens], 0 where masked
     num_unmasked: int
+    distillation: float = 0.0
 
 
-def dense_step(samples: Sequence[SetSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
+def divergences(log_p: Tensor, log_q: Tensor, ids: Tensor | None, name: str) -> Tensor:  # [T, V], [T, V], [T, K] -> [T]
+    """By the definition, of the columns or, with ids, of these columns and all others together."""
+    p, q = log_p.exp(), log_q.exp()
+    if ids is not None and ids.shape[1] < p.shape[1]:
+        is_other = torch.ones_like(p, dtype=torch.bool).scatter_(1, ids, False)
+        p, q = (torch.cat([x.gather(1, ids), (x * is_other).sum(-1, keepdim=True)], 1) for x in (p, q))
+    m = BETA * q + (1 - BETA) * p
+    kl = {"reverse_kl": p * (p / q).log(), "forward_kl": q * (q / p).log()}
+    kl["jsd"] = BETA * q * (q / m).log() + (1 - BETA) * p * (p / m).log()
+    return kl[name].sum(-1)
+
+
+def dense_step(
+    samples: Sequence[SetSample],
+    logits: Tensor,
+    settings: DenseSettings,
+    case: Case | None = None,  # with a teacher
+    teacher: Tensor | None = None,  # [all tokens, V] its log-probabilities
+) -> DenseResult:
     """logits: [all tokens of all samples, V], in order."""
     leaf = logits.double().detach().requires_grad_()
     is_live = torch.tensor([is_live for sample in samples for is_live in sample.mask], dtype=torch.bool)
@@ -325,7 +375,19 @@ def dense_step(samples: Sequence[SetSample], logits: Tensor, settings: DenseSett
     kept = [sample.kept[t] for sample, t in tokens if sample.kept is not None]
     scores = scores_over(leaf[is_live], [sample.labels[t] for sample, t in tokens], settings, kept)
     terms = StepTerms(samples, scores, settings)
-    loss = terms.loss() + 0.0 * leaf.sum()
+    loss, distillation, metrics = terms.loss() + 0.0 * leaf.sum(), leaf.new_zeros(()), dense_metrics(terms)
+    if case is not None and teacher is not None and case.teacher not in ("none", "sampled"):
+        log_q = teacher[is_live]
+        ids = log_q.topk(min(3, log_q.shape[1]) if case.teacher == "top 3" else log_q.shape[1]).indices
+        ids = ids if case.teacher in ("top 3", "all ids") else None
+        found = divergences(torch.log_softmax(leaf[is_live] / settings.temperature, -1), log_q, ids, case.divergence)
+        weights = token_weights(samples, [len(tokens) for tokens in terms.of_samples], settings)
+        distillation = DISTILLATION.coefficient * (found.new_tensor([weights[i] for i in terms.owners]) * found).sum()
+        loss = loss + distillation
+        mass = torch.ones_like(found) if ids is None else log_q.gather(1, ids).exp().sum(-1)
+        for name, values in (("distillation", found.detach()), ("teacher_mass", mass)):
+            means = [float(values[tokens].mean()) for tokens in terms.of_samples if tokens]
+            metrics |= {name: sum(means) / len(means)} if means else {}
     (gradient,) = torch.autograd.grad(loss, leaf)
     log_probs = torch.zeros(len(leaf), dtype=torch.float64)
     log_probs[is_live] = terms.new.detach()
@@ -335,9 +397,10 @@ def dense_step(samples: Sequence[SetSample], logits: Tensor, settings: DenseSett
         policy_loss=float(terms.policy.detach()),
         kl_loss=float(terms.kl.detach()),
         entropy=float(terms.entropy.detach()),
-        metrics=dense_metrics(terms),
+        metrics=metrics,
         log_probs=log_probs,
         num_unmasked=len(terms.owners),
+        distillation=float(distillation.detach()),
     )
 
 
@@ -409,6 +472,12 @@ class Step:
     hidden: Tensor  # [all tokens, H] float64
     weight: Tensor  # [V, H] float64; real columns alone
     logits: Tensor  # [all tokens, V] float64
+    teacher_hidden: Tensor  # [all tokens, 3] float64
+    teacher_weight: Tensor  # [V, 3] float64
+
+    @property
+    def teacher(self) -> Tensor:  # [all tokens, V] its log-probabilities
+        return torch.log_softmax(self.teacher_hidden @ self.teacher_weight.T / DISTILLATION.teacher_temperature, -1)
 
     @functools.cached_property
     def starts(self) -> list[int]:
@@ -431,11 +500,28 @@ def step_of(case: Case) -> Step:
     hidden, weight = (x.to(case.door.dtype).double() for x in (hidden, weight))
     logits = (hidden @ weight.T).to(case.door.dtype).double()
     log_softmax = torch.log_softmax(logits / case.settings.temperature, -1)
+    teacher = torch.Generator().manual_seed(random.Random(f"{case.loss} {case.number} teacher").randrange(2**31))
+    teacher_hidden = torch.randn(size, 3, generator=teacher, dtype=torch.float64)
+    teacher_weight = torch.randn(shape.vocabulary, 3, generator=teacher, dtype=torch.float64)
     samples, start = [], 0
     for index, length in enumerate(shape.lengths):
         rows, start = log_softmax[start : start + length], start + length
         samples.append(sample_of(case, shape, index, rows, numbers))
-    return Step(samples, hidden, weight, logits)
+    step = Step(samples, hidden, weight, logits, teacher_hidden, teacher_weight)
+    return taught_advantages(case, step, log_softmax) if case.teacher == "sampled" else step
+
+
+def taught_advantages(case: Case, step: Step, log_softmax: Tensor) -> Step:
+    """What the oracle gets in place of a sampled teacher. `given` keeps the advantages that a loss gets beside it."""
+    samples = []
+    for start, sample in zip(step.starts, step.samples, strict=False):
+        labels = torch.tensor(sample.labels, dtype=torch.int64)[:, None]
+        own, teacher = (x[start : start + len(labels)].gather(1, labels)[:, 0].tolist() for x in (log_softmax, step.teacher))
+        anchor = sample.rollout if get_policy_loss(case.loss).anchor == "rollout" else sample.old or own
+        gaps = [DISTILLATION.coefficient * (a - b) for a, b in zip(teacher, anchor, strict=True)]
+        advantages = [a + b for a, b in zip(sample.advantages, gaps, strict=True)]
+        samples.append(replace(sample, given=sample.advantages, teacher=teacher, advantages=advantages))
+    return replace(step, samples=samples)
 
 
 def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers: random.Random) -> SetSample:

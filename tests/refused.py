@@ -24,6 +24,8 @@ from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings
+from megatron_rl.losses.distillation import DistillationSettings
+from megatron_rl.ops.distribution import LogitsTeacher, TopKTeacher
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.policy_loss import api, grpo_loss, importance_correction, linear_gspo_loss, value_loss
@@ -46,6 +48,13 @@ PACKED = {
 def loss_of_logits(**changes):
     """2 documents of 2 and 3 tokens."""
     return grpo_loss(**{"logits": torch.zeros(5, 4), **PACKED, **changes})
+
+
+def loss_with_teacher(ids=(0, 1), log_probs=(-1.0, -2.0), **changes):
+    """Of 4 ids. The top K are the same at each token; others are settings."""
+    teacher = TopKTeacher(torch.tensor(ids).expand(5, -1), torch.tensor(log_probs).expand(5, -1))
+    settings = {name: changes.pop(name) for name in [*changes] if name in DistillationSettings.__slots__}
+    return loss_of_logits(**{"teacher": teacher, "distillation": DistillationSettings(**settings), **changes})
 
 
 def loss_of_hidden(**changes):
@@ -192,6 +201,21 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("sampling_support", *(SamplingSupport.from_lists(sets) for sets in ([[0]] * 4, [[0]] * 4 + [[]]))),
         *each("sampling_support", *(SamplingSupport.from_lists([[0, 2]] * 4 + [ids]) for ids in ([1, 2], [0, 2, 2], [0, 4]))),
     ],
+    loss_with_teacher: [
+        *each("ids", (0, 4), (0, -1), (2, 2), (0.0, 1.0), (0, 1, 2)),
+        {"ids": (0, 1, 2, 3, 4), "log_probs": (-2.0,) * 5},
+        *each("log_probs", (-0.1, -0.2), (-1.0, 0.5), (-1.0, math.nan)),
+        *each("divergence", "kl"),
+        *each("beta", 0.3),
+        {"divergence": "jsd", "beta": 1.0},
+        *each("coefficient", 0.0),
+        *each("teacher_temperature", math.inf),
+        *each("teacher_temperature", 0.7),
+        *each("teacher", None, ONES, LogitsTeacher(torch.zeros(5, 3)), LogitsTeacher(torch.zeros(1, 4))),
+        *each("teacher_log_probs", ONES),
+        *each("distillation", None),
+        *each("sampling_support", SamplingSupport.from_lists([[0, 2]] * 5)),
+    ],
     loss_of_hidden: [
         *each("weight", torch.zeros(16, 6, dtype=DOUBLE)),
         *each("vocab_size", 17),
@@ -203,6 +227,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("sampling_support", KEPT),
         *each("temperature", 0.7),
         {"entropy_coefficient": 0.1, "regularizer_weights": torch.ones(2)},
+        {"distillation": DistillationSettings(), "teacher": LogitsTeacher(torch.zeros(1, 4))},
     ],
     # FB-73: a function that lacks arguments fails at registration, not in the middle of a run.
     loss_of_ones_own: [

@@ -23,6 +23,7 @@ from generated_steps import (
     CASES,
     CORRECTIONS_AND_LEVELS,
     DEALS,
+    FLOAT64,
     KEPT,
     SHAPES,
     Case,
@@ -30,6 +31,7 @@ from generated_steps import (
     Split,
     Step,
     dense_step,
+    distillation_of,
     step_of,
 )
 from helpers import KERNEL_DEVICE
@@ -49,6 +51,7 @@ from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
 from megatron_rl.ops.backends import OneReadConfiguration
+from megatron_rl.ops.distribution import HeadTeacher, LogitsTeacher, TopKTeacher
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput, loss_of_log_probs
@@ -124,6 +127,23 @@ class Microbatch:
         support = SamplingSupport.from_lists(sets + [next(junk) for _ in range(self.tail)])
         return support.to(KERNEL_DEVICE)
 
+    def teacher(self) -> dict:
+        """Masked rows have ids that no vocabulary has, and NaN."""
+        kind, teacher, dtype = self.case.teacher, self.step.teacher, self.case.door.dtype
+        if kind == "sampled":
+            return {"teacher_log_probs": self.vector("teacher")}
+        if kind in ("top 3", "all ids"):
+            found = teacher.topk(min(3, teacher.shape[1]) if kind == "top 3" else teacher.shape[1])
+            ids = self.padded(torch.where(self.is_live[:, None], found.indices[self.rows], -5), 10**9)
+            return {"teacher": TopKTeacher(ids.to(KERNEL_DEVICE), self.rows_of(found.values).to(KERNEL_DEVICE))}
+        first, last, width = columns_of(self.case, self.step, self.groups)
+        weight = torch.full((width, 3), 0.3, dtype=torch.float64)
+        weight[: last - first] = self.step.teacher_weight[first:last]
+        if kind == "logits":
+            return {"teacher": LogitsTeacher(self.rows_of(self.step.teacher_hidden @ weight.T).to(KERNEL_DEVICE, FLOAT64))}
+        hidden, weight = (x.to(KERNEL_DEVICE, dtype) for x in (self.rows_of(self.step.teacher_hidden), weight))
+        return {"teacher": HeadTeacher(hidden, weight)}
+
     def rows_of(self, matrix: Tensor) -> Tensor:
         rows = matrix[self.rows]
         rows[~self.is_live] = math.nan
@@ -133,7 +153,8 @@ class Microbatch:
         """The positional arguments of a loss after its logits."""
         labels = [self.step.samples[i].labels[t] if live else -100 for (i, t), live in zip(self.own, self.is_live, strict=True)]
         bounds = torch.tensor([0, *map(len, self.slices)]).cumsum(0).int()
-        of_samples = [self.step.samples[i].advantages for i in self.samples]
+        name = "given" if self.case.teacher == "sampled" else "advantages"
+        of_samples = [getattr(self.step.samples[i], name) for i in self.samples]
         advantages = torch.tensor([next(iter(values), 0.0) for values in of_samples], dtype=torch.float64)
         is_per_token = self.case.per == "token"
         old = None if self.case.is_on_policy else self.vector("old")
@@ -142,7 +163,7 @@ class Microbatch:
         return (
             self.padded(torch.tensor(labels, dtype=torch.int64), -100).to(KERNEL_DEVICE),
             old,
-            self.vector("advantages") if is_per_token else advantages.to(KERNEL_DEVICE),
+            self.vector(name) if is_per_token else advantages.to(KERNEL_DEVICE),
             self.padded(self.is_live, True).to(KERNEL_DEVICE),
             bounds,
             torch.tensor([sample.token_weight for sample in self.weighed], dtype=torch.float64),
@@ -176,6 +197,8 @@ class Microbatch:
             options["token_counts"] = torch.tensor([sum(self.step.samples[i].mask) for i in self.samples], dtype=torch.int64)
         if case.kept != "all":
             options["sampling_support"] = self.support()
+        if case.teacher != "none":
+            options |= {"distillation": distillation_of(case)} | self.teacher()
         if case.door.head != "log_probs":
             options |= {"temperature": settings.temperature, "vocab_size": self.step.weight.shape[0]}
         return options
@@ -318,10 +341,11 @@ def check_collectives(batch: Microbatch, begins: list[int]) -> None:
     for (_, shape), width in zip(over_cp, widths, strict=True):
         assert shape[0] == size and math.prod(shape[1:]) <= width, over_cp
     has_entropy = case.metrics == "with_entropy" or case.settings.entropy_coefficient > 0
-    num_gathers = (1 + (case.kept != "all" and has_entropy)) * (batch.groups.tp.size() > 1)
+    of_teacher = {"top 3": 1, "all ids": 1, "logits": 2}.get(case.teacher, 0)
+    num_gathers = (1 + (case.kept != "all" and has_entropy) + of_teacher) * (batch.groups.tp.size() > 1)
     assert [kind for kind, _ in over_tp] == ["all_gather"] * num_gathers, over_tp
-    if case.kept == "all":
-        assert all(shape[1] == 3 + has_entropy for _, shape in over_tp), "an entropy costs a column, and only where it is asked for"
+    if case.kept == "all" and over_tp:
+        assert over_tp[0][1][1] == 3 + has_entropy, "an entropy costs a column, and only where it is asked for"
 
 
 def unweighed(step: Step, number: int) -> SimpleNamespace:
@@ -403,7 +427,7 @@ def collect(
     assert output.loss.dtype == (torch.float64 if is_double else torch.float32), "numbers of 16 bits are float32 inside"
     assert output.num_nonfinite.dtype == torch.int32 and (output.metrics is None) == (batch.case.metrics == "none")
     assert output.num_nonfinite.tolist() == [0] * len(batch.samples)
-    for name in ("loss", "policy_loss", "kl_loss", "entropy"):
+    for name in ("loss", "policy_loss", "kl_loss", "entropy", "distillation"):
         value = getattr(output, name)
         if value is not None:
             answer.parts[name] = answer.parts.get(name, 0.0) + float(value.detach())
@@ -462,7 +486,7 @@ def test_a_step_is_that_of_the_dense_oracle(case):
     """Values: FB-19, FB-47, FB-65, FB-117, FB-118, FB-119. Ranks: FB-22, FB-23, FB-25, FB-28, FB-44, FB-45, FB-46,
     FB-49, FB-51, FB-122. Shapes: FB-10, FB-55, FB-56, FB-59, FB-60, FB-64. Options and kernels: FB-39, FB-63, FB-80, FB-93."""
     step, split = step_of(case), case.split
-    truth = dense_step(step.samples, step.logits, case.settings)
+    truth = dense_step(step.samples, step.logits, case.settings, case, step.teacher)
     groups, own = groups_of(split)
     others = [of_one for of_rank in own.values() for of_one in of_rank]
 
@@ -505,6 +529,7 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
     wanted = {"loss": truth.loss, "policy_loss": truth.policy_loss}
     wanted |= {"kl_loss": truth.kl_loss} if case.settings.kl_coefficient else {}
     wanted |= {"entropy": truth.entropy} if case.settings.entropy_coefficient else {}
+    wanted |= {"distillation": truth.distillation} if case.teacher not in ("none", "sampled") else {}
     scale = max(1.0, float(truth.gradient.abs().max()) if truth.gradient.numel() else 0.0, *map(abs, wanted.values()))
     for name, want in wanted.items():
         assert_near(sum(answer.parts[name] for answer in of_first_tp), want, tolerance.loss, name, scale)

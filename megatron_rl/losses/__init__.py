@@ -7,6 +7,7 @@ A Triton version takes float32 blocks and returns value, derivative, is_clipped;
 from megatron_rl.losses import (  # noqa: F401
     cispo,
     corrections,
+    distillation,
     dppo,
     dro,
     gmpo,

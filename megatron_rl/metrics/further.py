@@ -36,6 +36,14 @@ class SupportValues:
     sizes: Tensor  # ids that were kept
 
 
+@dataclass(frozen=True, slots=True)
+class DistillationValues:
+    """The inputs of the metrics of a teacher of rows, [T] each."""
+
+    divergences: Tensor
+    teacher_mass: Tensor  # of its top K, or 1
+
+
 def token_share(name: str, value: Callable[[Correction], Tensor]) -> Metric:
     """The share of the unmasked tokens."""
     return Metric(name, value, weight=Weight.TOKEN, normaliser="num_corrected_tokens", present_with="num_corrected_tokens")
@@ -117,9 +125,17 @@ SUPPORT_METRICS: tuple[Metric, ...] = (
         present_with="num_support_samples",
     ),
 )
+# Metrics of a teacher of rows. First samples with an unmasked token.
+DISTILLATION_METRICS: tuple[Metric, ...] = (
+    count("num_distilled_samples", lambda given: torch.ones_like(given.divergences), Weight.SAMPLE_SHARE),
+    sample_mean("distillation", lambda given: given.divergences, "num_distilled_samples"),
+    sample_mean("teacher_mass", lambda given: given.teacher_mass, "num_distilled_samples"),
+)
 ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
 CORRECTION_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in CORRECTION_METRICS}
 SUPPORT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in SUPPORT_METRICS}
+DISTILLATION_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in DISTILLATION_METRICS}
+TABLES = {Correction: CORRECTION_METRICS, SupportValues: SUPPORT_METRICS, DistillationValues: DISTILLATION_METRICS}
 # An old log-probability of exactly 0 means probability 1. If the policy gives less than 1/2 at step 0, it was never measured.
 PHANTOM_LOG_PROB = math.log(0.5)
 
@@ -156,11 +172,11 @@ def rollout_statistics(
 
 
 def token_statistics(
-    given: Correction | SupportValues,
+    given: Correction | SupportValues | DistillationValues,
     *,
     loss_mask: Tensor,  # [T] bool
     counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
-) -> Tensor:  # [len(CORRECTION_STATISTICS)] or [len(SUPPORT_STATISTICS)] float64
+) -> Tensor:  # [number of rows of the table] float64
     """This rank's share of the statistics that the given values make. No communication, no synchronisation."""
-    rows = CORRECTION_METRICS if isinstance(given, Correction) else SUPPORT_METRICS
+    rows = TABLES[type(given)]
     return over_tokens(rows, [metric.value(given) for metric in rows], loss_mask, token_weights(loss_mask, counts))

@@ -113,6 +113,7 @@ class PolicyStatistics:
     rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
     correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
     support: Tensor | None = None  # [len(SUPPORT_STATISTICS)] float64; None: the sampler keeps all ids
+    distillation: Tensor | None = None  # [len(DISTILLATION_STATISTICS)] float64; None: there is no teacher of rows
 
 
 def policy_statistics(

@@ -12,6 +12,8 @@ from megatron_rl.metrics.further import (
     CORRECTION_METRICS,
     CORRECTION_SAMPLE_SIZE,
     CORRECTION_STATISTICS,
+    DISTILLATION_METRICS,
+    DISTILLATION_STATISTICS,
     ROLLOUT_METRICS,
     ROLLOUT_STATISTICS,
     SUPPORT_METRICS,
@@ -19,15 +21,22 @@ from megatron_rl.metrics.further import (
 )
 from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS, NEUTRAL, STATISTICS, Metric, PolicyStatistics, Reduction
 
+# The tables besides METRICS, by the name of their statistics, in the order of PolicyStatistics.
+TABLES: dict[str, dict[str, Reduction]] = {
+    "rollout": ROLLOUT_STATISTICS,
+    "correction": CORRECTION_STATISTICS,
+    "support": SUPPORT_STATISTICS,
+    "distillation": DISTILLATION_STATISTICS,
+}
+
 
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
     """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
-    tables = {"rollout": ROLLOUT_STATISTICS, "correction": CORRECTION_STATISTICS, "support": SUPPORT_STATISTICS}
-    found = {name: [getattr(part, name) for part in parts if getattr(part, name) is not None] for name in tables}
+    found = {name: [getattr(part, name) for part in parts if getattr(part, name) is not None] for name in TABLES}
     return PolicyStatistics(
         combined(torch.stack([part.values for part in parts]), STATISTICS),
         parts[0].has_entropy,
-        **{name: combined(torch.stack(rows), tables[name]) for name, rows in found.items() if rows},
+        **{name: combined(torch.stack(rows), TABLES[name]) for name, rows in found.items() if rows},
     )
 
 
@@ -50,9 +59,9 @@ def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *,
     tp, because its ranks hold the same numbers. Synchronises once.
     """
     local = neutral_statistics(has_entropy=has_entropy) if local is None else local
-    tables = (STATISTICS, ROLLOUT_STATISTICS, CORRECTION_STATISTICS, SUPPORT_STATISTICS)
+    tables = (STATISTICS, *TABLES.values())
     device = group_device(groups.dp_cp)
-    parts = zip((local.values, local.rollout, local.correction, local.support), tables, strict=True)
+    parts = zip((local.values, *(getattr(local, name) for name in TABLES)), tables, strict=True)
     values = torch.cat([_neutral(kinds, device) if part is None else part.to(device) for part, kinds in parts])
     if groups.pp.rank() == groups.pp.size() - 1:
         values = combined(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
@@ -77,7 +86,8 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
         if known["num_corrected_tokens"]:
             factor_sums = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
             metrics[f"policy/{CORRECTION_SAMPLE_SIZE}"] = _effective_sample_size(*factor_sums)
-    for rows, found in ((ROLLOUT_METRICS, statistics.rollout), (SUPPORT_METRICS, statistics.support)):
+    of_each = (ROLLOUT_METRICS, statistics.rollout), (SUPPORT_METRICS, statistics.support)
+    for rows, found in (*of_each, (DISTILLATION_METRICS, statistics.distillation)):
         if found is not None:
             known = dict(zip((row.name for row in rows), found.tolist(), strict=True))
             metrics |= _finished(rows, known, statistics.has_entropy)
@@ -124,6 +134,9 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     if statistics.support is not None:
         values |= dict(zip(SUPPORT_STATISTICS, statistics.support.unbind(), strict=True))
         rows = (*rows, *SUPPORT_METRICS)
+    if statistics.distillation is not None:
+        values |= dict(zip(DISTILLATION_STATISTICS, statistics.distillation.unbind(), strict=True))
+        rows = (*rows, *DISTILLATION_METRICS)
     one = torch.full_like(values["num_samples"], 1.0 / num_parts)
     pairs = {
         f"policy/{row.name}": (values[row.name], values[row.normaliser] if row.normaliser else one)

@@ -136,7 +136,7 @@ class HeadGradient:
     weight: Tensor | None  # [V_tp, H]: the parameter's main_grad, else what the products so far gave; None before the first
     needs_weight: bool
     rounds_weight: bool  # a product that is the first and the last one writes the weight's dtype
-    has_entropy_term: bool  # a coefficient of the entropy comes, which does not commute
+    has_row_term: bool  # the entropy's or a teacher's gradient comes, which does not commute
     scale: Tensor | float | None = None  # multiplies every coefficient
     is_reduced: bool = True  # `hidden` is summed over tp; False: it stays this shard's part of the sum
     reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
@@ -147,7 +147,7 @@ def hidden_buffer(head: LinearHead) -> Tensor:  # [T, H] zeros
     return torch.zeros_like(head.hidden, memory_format=torch.contiguous_format)
 
 
-def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_entropy_term: bool, of_pairs: bool = False) -> HeadGradient:
+def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_row_term: bool, of_pairs: bool = False) -> HeadGradient:
     """Buffers for what `ready` needs. of_pairs: pairs come too, so that their caller rounds, scales and reduces."""
     main_grad = main_grad_of(ready.parameter)
     return HeadGradient(
@@ -155,7 +155,7 @@ def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_entropy_term: bo
         weight=main_grad if ready.is_in_main_grad else None,
         needs_weight=ready.parameter.requires_grad,
         rounds_weight=main_grad is None and not of_pairs,  # it stays float32 for a main_grad that backward adds it to
-        has_entropy_term=has_entropy_term,
+        has_row_term=has_row_term,
         scale=None if of_pairs else ready.loss_scale,
         is_reduced=not of_pairs,
     )
@@ -243,7 +243,7 @@ def _statistics_first(
     """
     results, sizes = [], [rows.numel() for rows in item.chunks]
     for number in range(len(sizes)):
-        leaves_gradient = number == len(sizes) - 1 and not gradient.has_entropy_term
+        leaves_gradient = number == len(sizes) - 1 and not gradient.has_row_term
         last = _forward(head, item, number, leaves_gradient=leaves_gradient)
         results.append((last.rows, last.result))
     c, e = _scaled(coefficients(item), gradient)
@@ -253,7 +253,8 @@ def _statistics_first(
     e_parts = [None] * len(sizes) if e is None else e.split(sizes)
     _backward(head, last, c_parts[-1], e_parts[-1], gradient, is_last=is_last and len(sizes) == 1)
     for number, (rows, result) in enumerate(results[:-1]):
-        c_part, e_part, kept = c_parts[number], e_parts[number], _kept(c_parts[number], e_parts[number])
+        c_part, e_part = c_parts[number], e_parts[number]
+        kept = _kept(head, c_part, e_part)
         if kept.numel() == 0:
             continue
         if kept.numel() < sizes[number]:
@@ -276,14 +277,17 @@ def _scaled(coefficients: tuple[Tensor, Tensor | None], gradient: HeadGradient) 
     return c * gradient.scale, None if e is None else e * gradient.scale
 
 
-def _kept(c: Tensor, e: Tensor | None) -> Tensor:  # [k] ascending, on the CPU: the one synchronisation of a chunk
+def _kept(head: LinearHead, c: Tensor, e: Tensor | None) -> Tensor:  # [k] ascending, on the CPU
+    """The one synchronisation of a chunk. A teacher has a gradient in each row."""
+    if head.term is not None:
+        return torch.arange(c.numel())
     is_kept = c != 0 if e is None else (c != 0) | (e != 0)
     return is_kept.cpu().nonzero()[:, 0]
 
 
 def _backward(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
     """The chunk's gradient. Rows whose coefficients are 0, for instance clipped ones, are removed first."""
-    kept = _kept(c, e)
+    kept = _kept(head, c, e)
     if kept.numel() == 0:
         return
     if kept.numel() < c.numel():
@@ -399,7 +403,11 @@ def _logits_gradient(
     result, kernels = chunk.result, head.kernels
     c = torch.ones_like(result.total) if c is None else c
     out = head.gradient[: chunk.logits.shape[0]]
-    kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
+    if head.term is None:
+        kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
+    else:
+        d = head.term.weights[chunk.rows]
+        head.term.write_gradient(kernels, chunk.logits, chunk.labels, None, chunk.rows, result, c, e, d, out=out)
     return out, None
 
 

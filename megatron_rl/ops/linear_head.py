@@ -35,6 +35,7 @@ from megatron_rl.ops.backends import (
     vocab_shard,
     why_triton_is_missing,
 )
+from megatron_rl.ops.distribution import DistributionTerm
 from megatron_rl.ops.log_probs import row_kernels
 
 # With fewer rows the weight gradient is read and written too often: 8 bytes an element and chunk, 18 % of its matmul at 4096 rows.
@@ -246,6 +247,7 @@ class LinearHead:
     gradient: Tensor  # [C, V_tp] the same storage, unless the gradient has another dtype
     log_probs: Tensor  # [T], 0 for rows of no chunk
     entropy: Tensor | None  # [T]
+    term: DistributionTerm | None = None  # of a teacher
 
 
 @dataclass(slots=True)
@@ -419,6 +421,8 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
             logits, is_unit_gradient = out, True
     if result is None:
         result = kernels.forward(logits, labels, None, head.shard, head.options.tp_group, with_entropy=with_entropy)
+        if head.term is not None:
+            head.term.score(logits, rows, result)
     keep_results(head, rows, result)
     return Chunk(rows, hidden, labels, logits, result, is_unit_gradient)
 

@@ -7,7 +7,7 @@ the rows with a coefficient again, chunk by chunk, and multiplies: four matmuls 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -19,6 +19,7 @@ from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import RowResult, check_temperature, first_order_only, resolve_backend, runs_eagerly, vocab_shard
+from megatron_rl.ops.distribution import DistributionTerm
 from megatron_rl.ops.linear_gradient import HeadGradient, ReadyGradient, cut, gradient_for, hidden_buffer, run_gradient
 from megatron_rl.ops.linear_head import (
     HeadOptions,
@@ -201,11 +202,19 @@ def _in_chunks(parts: Parts, capacity: int) -> list[tuple[float, Tensor]]:
 
 
 def score_rows(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, parts: Parts, capacity: int, *, with_entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    options: HeadOptions,
+    parts: Parts,
+    capacity: int,
+    *,
+    with_entropy: bool,
+    term: DistributionTerm | None = None,
 ) -> tuple[LinearHead, RowResult]:  # with the numbers of all rows [T]
     chunks = _in_chunks(parts, capacity)
     longest = max((chunk.numel() for _, chunk in chunks), default=0)
-    head = make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy)
+    head = replace(make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy), term=term)
     maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
     for temperature, numbers in chunks:
         chunk = forward_chunk(at_temperature(head, temperature), device_rows(numbers, head.hidden.device))
@@ -260,7 +269,7 @@ def fill_with_pairs(
     full_results, pairs, kernels, scores = scored
     scale = 1.0 if ready.loss_scale is None else ready.loss_scale
     c = c * scale
-    gradient = gradient_for(ready, head, has_entropy_term=True, of_pairs=True)
+    gradient = gradient_for(ready, head, has_row_term=True, of_pairs=True)
     if e is not None and rows.numel():
         chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
         run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)
@@ -315,7 +324,7 @@ class LinearLogProbs(torch.autograd.Function):
             weight=None,
             needs_weight=ctx.needs_input_grad[1],
             rounds_weight=True,
-            has_entropy_term=entropy_gradient is not None,
+            has_row_term=entropy_gradient is not None,
             is_reduced=ctx.reduces_hidden,
         )
         result = RowResult(maximum, total, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)

@@ -104,6 +104,7 @@ def vocab_parallel_log_probs(
         their scores are not finite. ConfigError for a temperature that is not above 0, a backend that cannot run, and a backward
         with create_graph=True.
 
+    >>> import torch
     >>> vocab_parallel_log_probs(torch.zeros(1, 4), torch.tensor([2])).exp()
     tensor([0.2500])
     """

@@ -15,6 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.ops.backends import (
     VocabParallelLogProbs,
+    VocabShard,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
@@ -22,6 +23,7 @@ from megatron_rl.ops.backends import (
     log_probs_dtype,
     runs_eagerly,
 )
+from megatron_rl.ops.distribution import DistilledLogProbs, DistributionTerm, check_teacher
 from megatron_rl.ops.log_probs import row_kernels
 from megatron_rl.ops.scale import AssumedScale, Assumption, check_actual_scale, check_declared_scale
 from megatron_rl.ops.support import SupportLogProbs, check_support
@@ -38,7 +40,7 @@ from megatron_rl.policy_loss.inputs import (
     prepared,
     refuse_bad_data,
 )
-from megatron_rl.policy_loss.reduce_torch import reduce_torch
+from megatron_rl.policy_loss.reduce_torch import reduce_torch, sum_live
 
 OF_HIDDEN_STATES = ("max_logits_bytes", "sequence_parallel", "fp32_logits")
 OF_LOGITS = ("temperature", "vocab_size", "entropy_coefficient", "inplace", "loss_scale")
@@ -103,6 +105,8 @@ def policy_loss(
         support = batch.sampling_support
         if support is not None:
             check_support(support, labels, batch.loss_mask, shard, batch.cu_seqlens)
+        if batch.teacher is not None:
+            check_teacher(batch.teacher, logits.shape, shard.vocab_size, batch.loss_mask)
         declared = None if isinstance(options.loss_scale, AssumedScale) else options.loss_scale
         if declared is not None:
             check_declared_scale(declared)
@@ -120,11 +124,15 @@ def policy_loss(
             return replace(output, loss=_WithLogitsGradient.apply(logits, output, gradient, made_with))  # type: ignore[no-untyped-call]  # torch's
     kernels = row_kernels(Backend(options.backend))
     scored = (logits, labels, batch.loss_mask, shard, tp_group, with_entropy, options.inplace, kernels)
-    if support is None:
-        log_probs, entropy = VocabParallelLogProbs.apply(*scored)  # type: ignore[no-untyped-call]  # torch's
-    else:
+    divergences = None
+    if support is not None:
         log_probs, entropy = SupportLogProbs.apply(*scored, support)  # type: ignore[no-untyped-call]  # torch's
-    return _output_of_scores(loss, log_probs, entropy if with_entropy else None, batch, options, declared)
+    elif batch.teacher is not None:
+        term = distribution_term(batch, options, shard, dtype)
+        log_probs, entropy, divergences = DistilledLogProbs.apply(*scored, term)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        log_probs, entropy = VocabParallelLogProbs.apply(*scored)  # type: ignore[no-untyped-call]  # torch's
+    return _output_of_scores(loss, log_probs, entropy if with_entropy else None, divergences, batch, options, declared)
 
 
 @runs_eagerly
@@ -155,6 +163,8 @@ def loss_of_log_probs(
                 "sampling_support needs logits, and this call has log-probabilities: give log_probs, old_log_probs, "
                 "rollout_log_probs and ref_log_probs over the kept ids, and leave it out"
             )
+        if tensors.get("teacher") is not None:
+            raise ConfigError("teacher needs logits, and this call has log-probabilities: pass teacher_log_probs [T]")
         if loss.needs_entropy:
             raise ConfigError(
                 f"policy loss {loss.name!r} needs the entropy of each token, and this call has log-probabilities: call policy_loss "
@@ -166,20 +176,23 @@ def loss_of_log_probs(
             loss, batch, num_tokens=values.shape[0], device=values.device, dtype=values.dtype, advantages_per=advantages_per
         )
         compare_calls(agreement, loss, options, batch, advantages)
-    return _output_of_scores(loss, values, None, known_before_rows(loss, batch, options, values.dtype), options, None)
+    return _output_of_scores(loss, values, None, None, known_before_rows(loss, batch, options, values.dtype), options, None)
 
 
 def _output_of_scores(
     loss: PolicyLoss,
     log_probs: Tensor,  # [T] with gradient
     entropy: Tensor | None,  # [T] with gradient
+    divergences: Tensor | None,  # [T] with gradient
     batch: LossBatch,
     options: LossOptions,
     declared: Tensor | float | None,
 ) -> PolicyLossOutput:
-    detached = None if entropy is None else entropy.detach()
-    output, coefficients = reduce(loss, log_probs.detach(), detached, batch, options)
-    return replace(output, loss=_WithGradient.apply(log_probs, entropy, output, coefficients, declared))  # type: ignore[no-untyped-call]  # torch's
+    scores = (log_probs, entropy, divergences)
+    detached = [None if score is None else score.detach() for score in scores]
+    batch = replace(batch, divergences=detached[2])
+    output, coefficients = reduce(loss, log_probs.detach(), detached[1], batch, options)
+    return replace(output, loss=_WithGradient.apply(*scores, output, coefficients, declared))  # type: ignore[no-untyped-call]  # torch's
 
 
 # losses/grpo.py and losses/gspo.py have the equations: the ratio of a token, clip 0.2 / 0.2, and of a sample, clip 3e-4 / 4e-4.
@@ -187,18 +200,19 @@ grpo_loss, gspo_loss = partial(policy_loss, "grpo"), partial(policy_loss, "gspo"
 
 
 class _WithGradient(torch.autograd.Function):
-    """Attaches the analytic derivative to the loss. Backward is at most two multiplications, without a collective."""
+    """Attaches the analytic derivative to the loss. Backward is at most three multiplications, without a collective."""
 
     @staticmethod
     def forward(
         ctx: Any,
         log_probs: Tensor,
         entropy: Tensor | None,
+        divergences: Tensor | None,
         output: PolicyLossOutput,
         coefficients: Coefficients,
         loss_scale: Tensor | float | None,
     ) -> Tensor:
-        ctx.save_for_backward(coefficients.log_probs, coefficients.entropy)
+        ctx.save_for_backward(coefficients.log_probs, coefficients.entropy, coefficients.divergences)
         ctx.loss_scale = loss_scale
         return output.loss
 
@@ -250,17 +264,49 @@ def has_triton(loss: PolicyLoss, options: LossOptions) -> bool:
 
 def known_before_rows(loss: PolicyLoss, batch: LossBatch, options: LossOptions, dtype: torch.dtype) -> LossBatch:
     """The batch with what needs no log-probability of the policy in training: the counts that a loss needs for its tokens (at level
-    "sequence" it has them after the reduction), and a correction of old ones.
+    "sequence" it has them after the reduction), a sampled teacher's part of the advantages, and a correction of old ones.
 
     Communication: where the caller gave no counts, one all-reduce of [N] over cp; and as `corrected`.
     """
     if "token_counts" in loss.needs and loss.level == "token" and batch.token_counts is None:
         counts = document_sums(batch.loss_mask, batch.cu_seqlens)
         batch = replace(batch, token_counts=all_reduce_sum(counts, options.cp_group))
+    if batch.old_log_probs is not None:
+        batch = taught(batch, options, batch.old_log_probs)
     settings = options.correction
     if settings is None or batch.old_log_probs is None or settings.sequence_delta is not None:
         return batch
     return corrected(settings, batch, batch.old_log_probs.to(dtype), options.cp_group)
+
+
+def taught(batch: LossBatch, options: LossOptions, anchor: Tensor) -> LossBatch:  # anchor [T]
+    """The batch with what a sampled teacher adds to the advantages: coefficient (log q - log p), p of the policy that the ratio
+    compares with. On average over the policy's tokens it is the gradient of the reverse KL."""
+    if options.distillation is None or batch.teacher_log_probs is None:
+        return batch
+    gap = options.distillation.coefficient * (batch.teacher_log_probs.to(anchor.dtype) - anchor)
+    return replace(batch, advantages=batch.advantages.to(anchor.dtype) + gap, teacher_log_probs=None)
+
+
+def divergence_weights(batch: LossBatch, options: LossOptions, dtype: torch.dtype) -> Tensor:  # [T] d loss / d divergences
+    assert options.distillation is not None, "the checks have refused a teacher without settings"
+    weights = options.distillation.coefficient * batch.spread(batch.token_weights.to(dtype))
+    return torch.where(batch.loss_mask, weights, 0.0)
+
+
+def distribution_term(batch: LossBatch, options: LossOptions, shard: VocabShard, dtype: torch.dtype) -> DistributionTerm:
+    """The term of a call whose batch has a teacher of rows."""
+    settings = options.distillation
+    assert settings is not None and batch.teacher is not None
+    return DistributionTerm(
+        settings.function,
+        batch.teacher,
+        shard,
+        options.tp_group,
+        batch.loss_mask,
+        dtype,
+        teacher_temperature=settings.teacher_temperature,
+    )
 
 
 def reduce(
@@ -279,6 +325,7 @@ def reduce(
     """
     if loss.needs_entropy or batch.sampling_support is not None:
         batch = replace(batch, entropy=entropy)
+    batch = taught(batch, options, log_probs)
     if options.correction is not None and batch.correction is None:
         batch = corrected(options.correction, batch, log_probs, options.cp_group)
     if has_triton(loss, options):
@@ -287,6 +334,11 @@ def reduce(
         output, coefficients = reduce_triton(loss, log_probs, entropy, batch, options)
     else:
         output, coefficients = reduce_torch(loss, log_probs, entropy, batch, options)
+    if batch.divergences is not None:
+        weights = divergence_weights(batch, options, log_probs.dtype)
+        distillation = sum_live(weights * batch.divergences, batch)
+        output = replace(output, loss=output.loss + distillation, distillation=distillation, divergences=batch.divergences)
+        coefficients = coefficients._replace(divergences=weights)
     if not is_part:
         refuse_bad_data(loss, output, coefficients.sums, batch, options)
     return output, coefficients

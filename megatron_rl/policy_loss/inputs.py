@@ -24,9 +24,11 @@ from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, document_ids, resolve_group, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import Correction, CorrectionSettings, counted_twice
+from megatron_rl.losses.distillation import DistillationSettings
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.distribution import Teacher, TopKTeacher, compare_teachers
 from megatron_rl.ops.linear_head import HeadOptions
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.ops.support import compare_supports
@@ -49,6 +51,7 @@ class LossOptions(HeadOptions):
     correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
     kl_coefficient, entropy_coefficient: 0 turns the term off.
     kl_estimator: a registered estimator of KL(policy, reference), or module.function.
+    distillation: of the term that compares with a teacher; it needs teacher or teacher_log_probs. None: there is none.
     check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     loss_scale: the product of all factors of `.loss` before backward. None: backward makes the gradient, with any factor.
         From logits: where a loss's coefficients are known row by row, one Triton kernel then makes the gradient in forward, with
@@ -71,6 +74,7 @@ class LossOptions(HeadOptions):
     kl_coefficient: float = 0.0
     kl_estimator: str = DEFAULT_KL_ESTIMATOR
     entropy_coefficient: float = 0.0
+    distillation: DistillationSettings | None = None
     check_ranks: bool | None = None
     loss_scale: Tensor | float | AssumedScale | None = None
     inplace: bool = False
@@ -140,6 +144,20 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
             "kl_coefficient and entropy_coefficient need regularizer_weights [N]: pass "
             "megatron_rl.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
         )
+    if options.distillation is not None:
+        if problems := list(options.distillation.problems()):
+            raise ConfigError(problems)
+        if (batch.teacher is None) == (batch.teacher_log_probs is None):
+            raise ConfigError("distillation needs either teacher, for each row, or teacher_log_probs [T] of the labels; pass one")
+        if options.distillation.teacher_temperature != 1.0 and (batch.teacher is None or isinstance(batch.teacher, TopKTeacher)):
+            raise ConfigError(
+                f"teacher_temperature={options.distillation.teacher_temperature} has no effect on log-probabilities: ask the "
+                "teacher for those at it, or leave it out"
+            )
+        if batch.sampling_support is not None:
+            raise ConfigError("distillation compares over the whole vocabulary, and sampling_support keeps a part: leave one out")
+    elif batch.teacher is not None or batch.teacher_log_probs is not None:
+        raise ConfigError("a teacher has no effect without distillation=DistillationSettings(...): add it, or leave it out")
     for name in loss.inputs_needed:
         if getattr(batch, name) is None:
             raise ConfigError(f"policy loss {loss.name!r} needs {name} [T]; pass them, or choose another loss")
@@ -187,8 +205,10 @@ class LossBatch:
     regularizer_weights [N]: of the KL and entropy terms, from megatron_rl.regularizer_weights; needed where a coefficient is not 0.
     sampling_support: the ids that the sampler kept, a set for each row of the logits. log_probs, ratios, corrections and the KL
         term are then over these sets: give all log-probabilities so. The entropy is over the vocabulary. None: all ids.
+    teacher_log_probs [T]: of a teacher at the labels, in nats. The advantage of a token gets coefficient (teacher's - anchor's).
+    teacher: what a teacher gives for each row, for the divergence of `distillation`.
     Set inside: documents [T], the document of each token, N on padding; entropy [T] of the policy in training, where the loss reads
-        it; correction, which importance_weights hold already.
+        it; divergences [T] from the teacher; correction, which importance_weights hold already.
     """
 
     old_log_probs: Tensor | None
@@ -203,8 +223,11 @@ class LossBatch:
     rollout_log_probs: Tensor | None = None
     regularizer_weights: Tensor | None = None
     sampling_support: SamplingSupport | None = None
+    teacher_log_probs: Tensor | None = None
+    teacher: Teacher | None = None
     documents: Tensor | None = None
     entropy: Tensor | None = None
+    divergences: Tensor | None = None
     correction: Correction | None = None
 
     @property
@@ -226,20 +249,21 @@ class LossBatch:
         else:
             cu_seqlens = torch.searchsorted(rows, self.cu_seqlens.to(rows.dtype)).to(self.cu_seqlens.dtype)
         correction = None if self.correction is None else self.correction.of(rows)
-        return replace(self, **vectors, cu_seqlens=cu_seqlens, correction=correction, sampling_support=None)
+        return replace(self, **vectors, cu_seqlens=cu_seqlens, correction=correction, sampling_support=None, teacher=None)
 
 
-VECTORS = ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs")  # [T] each, besides the two below
-TOKEN_FIELDS = ("advantages", "loss_mask", "documents", "entropy", *VECTORS)
+# [T] each, besides the advantages and the mask.
+VECTORS = ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs", "teacher_log_probs")
+TOKEN_FIELDS = ("advantages", "loss_mask", "documents", "entropy", "divergences", *VECTORS)
 DOCUMENT_FIELDS = ("token_weights", "token_counts", "regularizer_weights")
-OPTIONAL_FIELDS = (*VECTORS[1:], *DOCUMENT_FIELDS[1:], "sampling_support")
+OPTIONAL_FIELDS = (*VECTORS[1:], *DOCUMENT_FIELDS[1:], "sampling_support", "teacher")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """loss = policy_loss + kl_coefficient kl_loss - entropy_coefficient entropy is 0-d and differentiable, and has its own storage,
-    because schedules divide it in place; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is
-    None at "none". entropy_per_token is there where the loss, a coefficient or a metric needs it."""
+    """loss = policy_loss + kl_coefficient kl_loss - entropy_coefficient entropy + distillation is 0-d and differentiable, and has
+    its own storage, because schedules divide it in place; the other fields are detached. kl_loss and entropy are None at
+    coefficient 0, metrics is None at "none". entropy_per_token is there where the loss, a coefficient or a metric needs it."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -250,6 +274,8 @@ class PolicyLossOutput:
     metrics: PolicyStatistics | None
     correction: Correction | None = None  # None without a correction
     entropy_per_token: Tensor | None = None  # [T], in nats; 0 in masked rows
+    distillation: Tensor | None = None  # with its coefficient; None without a teacher of rows
+    divergences: Tensor | None = None  # [T] from this teacher; 0 in masked rows
 
 
 class Coefficients(NamedTuple):
@@ -258,6 +284,7 @@ class Coefficients(NamedTuple):
     log_probs: Tensor  # [T] d loss / d log_probs
     entropy: Tensor | None  # [T] d loss / d entropy
     sums: Tensor  # [N, k] float64, over all cp ranks
+    divergences: Tensor | None = None  # [T] d loss / d divergences
 
 
 def prepared(
@@ -322,6 +349,7 @@ def compare_calls(
         if option.name not in ("tp_group", "cp_group", "check_ranks", "loss_scale"):
             agreement.add(option.name, getattr(options, option.name))
     compare_supports(agreement, batch.sampling_support, batch.loss_mask)
+    compare_teachers(agreement, batch.teacher, batch.loss_mask)
     agreement.add("number of documents", batch.num_documents)
     agreement.add("cu_seqlens", batch.cu_seqlens, is_sliced=True)
     for name in VECTORS:
@@ -439,6 +467,8 @@ def checked_tensors(loss: PolicyLoss, log_probs: Tensor, batch: LossBatch, optio
         tensors["ref_log_probs"] = not_none(batch.ref_log_probs).to(dtype)
     if batch.sampling_support is not None and batch.entropy is not None:  # a logit outside the set is in it, and not in log_probs
         tensors["entropy"] = batch.entropy
+    if batch.divergences is not None:
+        tensors["divergence from the teacher"] = batch.divergences
     return tensors | further_inputs(loss, batch, dtype)
 
 

@@ -18,6 +18,7 @@ from megatron_rl.declare import PolicyLoss, get_policy_loss
 from megatron_rl.layout.groups import SINGLE, all_gather_stack, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import log_probs_dtype, runs_eagerly, vocab_shard
+from megatron_rl.ops.distribution import check_teacher
 from megatron_rl.ops.linear_gradient import (
     WorkItem,
     attach_gradient,
@@ -38,7 +39,7 @@ from megatron_rl.ops.linear_head import (
 )
 from megatron_rl.ops.linear_log_probs import fill_with_pairs, score_kept, score_rows
 from megatron_rl.ops.support import check_support
-from megatron_rl.policy_loss.api import known_before_rows, reduce
+from megatron_rl.policy_loss.api import distribution_term, divergence_weights, known_before_rows, reduce
 from megatron_rl.policy_loss.inputs import (
     LossBatch,
     LossOptions,
@@ -131,8 +132,10 @@ def linear_policy_loss(
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
         options, dtype = checked_options(loss, options, given, like_logits), log_probs_dtype(like_logits)
         batch = prepared(loss, given, num_tokens=num_tokens, device=device, dtype=dtype, advantages_per=advantages_per)
+        shard = vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group)
+        if batch.teacher is not None:
+            check_teacher(batch.teacher, (num_tokens, weight.shape[0]), shard.vocab_size, batch.loss_mask)
         if batch.sampling_support is not None:
-            shard = vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group)
             check_support(batch.sampling_support, labels, batch.loss_mask, shard, batch.cu_seqlens)
         bounds, mask = _on_host(loss_mask, cu_seqlens, batch)
         capacity = chunk_capacity(weight, options, num_tokens)
@@ -145,20 +148,24 @@ def linear_policy_loss(
             agreement.add("which gradients are needed (hidden, weight)", needs)
         compare_calls(agreement, loss, options, batch, given.advantages)
     batch = known_before_rows(loss, batch, options, dtype)
-    rows = mask.nonzero()[:, 0]
+    rows, term = mask.nonzero()[:, 0], None
+    if batch.teacher is not None:
+        term = distribution_term(batch, options, shard, dtype)
+        weights = divergence_weights(batch, options, dtype)
+        term.weights = weights if ready is None or ready.loss_scale is None else weights * ready.loss_scale
     with_entropy = options.needs_entropy(loss)
     with torch.no_grad():
         if support is not None:
             head, scored = score_kept(hidden, weight, labels, options, support, rows, capacity, with_entropy=with_entropy)
         elif ready is None:
             parts = ((options.temperature, rows),)
-            head, _ = score_rows(hidden, weight, labels, options, parts, capacity, with_entropy=with_entropy)
+            head, _ = score_rows(hidden, weight, labels, options, parts, capacity, with_entropy=with_entropy, term=term)
         else:
             late_correction = None if batch.correction is not None else options.correction
             is_row_by_row = not (loss.reads_means or (late_correction is not None and late_correction.needs_sums))
-            items = schedule_rows(rows, capacity) if is_row_by_row else _items(loss, options, rows, bounds, capacity)
+            items = schedule_rows(rows, capacity) if is_row_by_row else _items(loss, batch, options, rows, bounds, capacity)
             longest = max((chunk.numel() for item in items for chunk in item.chunks), default=0)
-            head = make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy)
+            head = replace(make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy), term=term)
             # cp ranks have other chunks of rows, so nothing is reduced there.
             row_options = replace(options, metrics=PolicyMetrics.NONE, cp_group=SINGLE if is_row_by_row else options.cp_group)
 
@@ -168,9 +175,10 @@ def linear_policy_loss(
                 _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), row_options, is_part=True)
                 return found.log_probs, found.entropy
 
-            gradient = gradient_for(ready, head, has_entropy_term=options.entropy_coefficient != 0)
+            gradient = gradient_for(ready, head, has_row_term=options.entropy_coefficient != 0 or term is not None)
             ready.hidden = run_with_gradient(head, items, coefficients, gradient)
             ready.weight = None if ready.is_in_main_grad else gradient.weight
+        batch = replace(batch, divergences=None if term is None else term.values)
         output, found = reduce(loss, head.log_probs, head.entropy, batch, options)
         if support is not None and ready is not None:
             fill_with_pairs(ready, head, scored, rows, capacity, found.log_probs, found.entropy)
@@ -193,7 +201,7 @@ def _on_host(loss_mask: Tensor, cu_seqlens: Tensor, batch: LossBatch) -> tuple[T
     return cu_seqlens, loss_mask.bool() & (torch.arange(loss_mask.numel()) < cu_seqlens[-1])
 
 
-def _items(loss: PolicyLoss, options: LossOptions, rows: Tensor, bounds: Tensor, capacity: int) -> list[WorkItem]:
+def _items(loss: PolicyLoss, batch: LossBatch, options: LossOptions, rows: Tensor, bounds: Tensor, capacity: int) -> list[WorkItem]:
     """Bins of whole documents. Communication: one all-gather of [N] over cp, so that all ranks have the same bins."""
     cuts = torch.searchsorted(rows, bounds.to(rows.dtype)).tolist()
     rows_of_documents = [rows[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
@@ -202,8 +210,8 @@ def _items(loss: PolicyLoss, options: LossOptions, rows: Tensor, bounds: Tensor,
     if cp_group.size() > 1 and sizes:  # of the cp rank that holds most of each document
         sizes = all_gather_stack(torch.tensor(sizes).to(group_device(cp_group)), cp_group).amax(0).tolist()
     # Only at level "sequence" without a clip of tokens, and without other terms, the tokens of a document share one coefficient.
-    has_row_terms = bool(options.kl_coefficient or options.entropy_coefficient) or loss.level != "sequence"
-    is_shared = not has_row_terms and loss.token_clip is None
+    has_row_terms = bool(options.kl_coefficient or options.entropy_coefficient) or batch.teacher is not None
+    is_shared = loss.level == "sequence" and loss.token_clip is None and not has_row_terms
     return schedule_documents(document_bins(sizes, capacity), rows_of_documents, capacity, is_shared=is_shared)
 
 

@@ -26,10 +26,13 @@ def plan_loss(
 
     - the softmax needs another rank's statistics (tp above 1);
     - the loss reads the entropy;
+    - a teacher of rows has a gradient of its own, or a sampled one reads the policy in training;
     - a coefficient needs other rows: a sequence-level loss off-policy, or a correction that reads the policy in training;
     - it is known before the rows, but with one more reduction over cp (cp above 1);
     - the factor is assumed and the gradient is float16: a wrong guess would leave zeros or infinities, which no factor mends.
     """
+    if batch.teacher is not None or batch.teacher_log_probs is not None:
+        return None
     if options.tp_group.size() > 1 or (is_assumed and logits.dtype == torch.float16):
         return None
     has_late_correction = options.correction is not None and batch.correction is None

@@ -16,8 +16,9 @@ from megatron_rl.declare import LossValues, PolicyLoss, bounded_exp, evaluate
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.kl import kl_estimate
-from megatron_rl.metrics.further import SupportValues, token_statistics
+from megatron_rl.metrics.further import DistillationValues, SupportValues, token_statistics
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
+from megatron_rl.ops.distribution import TopKTeacher
 from megatron_rl.policy_loss.inputs import (
     Coefficients,
     DocumentSums,
@@ -80,17 +81,17 @@ def reduce_torch(
     if loss.level == "sequence" and read.importance is not None:
         mean_importance = torch.where(read.counts > 0, read.importance / read.counts.clamp(min=1), 0.0).to(dtype)
         coefficient_weights = weights * batch.spread(mean_importance)
-    policy_loss = _sum_live(value_weights * torch.where(batch.loss_mask, values.value, 0.0), batch)
+    policy_loss = sum_live(value_weights * torch.where(batch.loss_mask, values.value, 0.0), batch)
     c = torch.where(batch.loss_mask, coefficient_weights * torch.where(batch.loss_mask, values.derivative, 0.0), 0.0)
     total, kl_loss, entropy_sum, e = policy_loss.clone(), None, None, None
     if estimator is not None or options.entropy_coefficient:
         regularizer_weights = batch.spread(not_none(batch.regularizer_weights).to(dtype))
     if estimator is not None:
-        kl_loss = _sum_live(regularizer_weights * kl, batch)
+        kl_loss = sum_live(regularizer_weights * kl, batch)
         total = total + options.kl_coefficient * kl_loss
         c = c + torch.where(batch.loss_mask, options.kl_coefficient * regularizer_weights * kl_derivative, 0.0)
     if options.entropy_coefficient:
-        entropy_sum = _sum_live(regularizer_weights * not_none(entropy), batch)
+        entropy_sum = sum_live(regularizer_weights * not_none(entropy), batch)
         total = total - options.entropy_coefficient * entropy_sum
         e = torch.where(batch.loss_mask, -options.entropy_coefficient * regularizer_weights, 0.0)
     output = PolicyLossOutput(
@@ -179,6 +180,10 @@ def metrics_of(
     if batch.sampling_support is not None:
         set_values = SupportValues(log_probs, batch.sampling_support.sizes)
         statistics = replace(statistics, support=token_statistics(set_values, loss_mask=batch.loss_mask, counts=counts))
+    if batch.divergences is not None:
+        mass = torch.ones_like(batch.divergences) if not isinstance(batch.teacher, TopKTeacher) else batch.teacher.mass
+        given = DistillationValues(batch.divergences, mass)
+        statistics = replace(statistics, distillation=token_statistics(given, loss_mask=batch.loss_mask, counts=counts))
     return statistics
 
 
@@ -213,6 +218,6 @@ def _clipped_log_ratio(
     return clipped
 
 
-def _sum_live(values: Tensor, batch: LossBatch) -> Tensor:  # [T] -> 0-d
+def sum_live(values: Tensor, batch: LossBatch) -> Tensor:  # [T] -> 0-d
     """Sums in float64, document by document: padding changes no bit, and the order of documents none that float32 can show."""
     return document_sums(torch.where(batch.loss_mask, values, 0.0), batch.cu_seqlens).sum().to(values.dtype)

@@ -386,6 +386,8 @@ def reduce_triton(
         checked.append(not_none(batch.rollout_log_probs).contiguous())
     if batch.sampling_support is not None and batch.entropy is not None:
         checked.append(batch.entropy.contiguous())
+    if batch.divergences is not None:
+        checked.append(batch.divergences.contiguous())
     # Triton launches on the current device, not on its arguments' device.
     with torch.cuda.device_of(log_probs):
         document_sums_kernel[(batch.num_documents,)](VECTORS=tuple(checked) or None, **shared)

@@ -1,0 +1,165 @@
+"""A teacher's distribution: values by hand, the tail, and what its gradient takes. Whole steps: tests/test_generated_steps.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import float32
+from linear_cases import VOCAB_SIZE, head_batch
+from torch import Tensor
+
+from megatron_rl import DistillationSettings, HeadTeacher, LogitsTeacher, TopKTeacher, linear_policy_loss
+from megatron_rl.errors import DataError
+from megatron_rl.losses.distillation import DIVERGENCES
+from megatron_rl.policy_loss import policy_loss
+
+# One token, V = 5, temperature 1: policy zs, teacher zt, and its two likeliest ids. Each value and gradient is written out in
+# float64 by the definitions: p = softmax(zs), q = softmax(zt), and for the tail p_T = p_0 + p_2 + p_4.
+POLICY, TEACHER, TOP_2 = [1.2, 0.3, -0.5, 0.0, -2.0], [0.2, 1.5, -1.0, 0.4, -0.3], [1, 3]
+GOLDEN = {
+    ("reverse_kl", "all"): (0.472754493, [0.406889977, -0.297727884, 0.027034400, -0.095793097, -0.040403396]),
+    ("forward_kl", "all"): (0.443415707, [0.370717277, -0.329201607, 0.050291857, -0.023698253, -0.068109274]),
+    ("reverse_kl", "top 2"): (0.295609576, [0.268585360, -0.260434289, 0.049066120, -0.068165322, 0.010948131]),
+    ("forward_kl", "top 2"): (0.305039237, [0.288447498, -0.329201607, 0.052694606, -0.023698253, 0.011757756]),
+    ("jsd", "all"): (0.108508710, [0.087443431, -0.071897395, 0.009631608, -0.013927231, -0.011250413]),
+}
+
+
+def divergence(policy: Tensor, teacher, name: str, **options) -> tuple[Tensor, Tensor]:  # [T, V] -> [T], gradient [T, V]
+    """Each row a sample of one token of weight 1, whose policy term is 0."""
+    size = policy.shape[0]
+    leaf = policy.clone().requires_grad_()
+    tensors = (torch.zeros(size, dtype=torch.int64), None, torch.zeros(size), torch.ones(size, dtype=torch.bool))
+    bounds, settings = torch.arange(size + 1, dtype=torch.int32), DistillationSettings(divergence=name, **options)
+    output = policy_loss("grpo", leaf, *tensors, bounds, torch.ones(size), distillation=settings, teacher=teacher)
+    output.loss.backward()
+    torch.testing.assert_close(output.divergences.sum(), output.loss.detach())
+    return output.divergences, leaf.grad
+
+
+def top(logits: Tensor, ids: list[int] | Tensor) -> TopKTeacher:  # [T, V]
+    ids = torch.as_tensor(ids).expand(len(logits), -1)
+    return TopKTeacher(ids, (logits - logits.logsumexp(-1, keepdim=True)).gather(1, ids))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(("name", "ids"), GOLDEN)
+def test_values_and_gradients_are_those_by_hand(name, ids, dtype, tolerance):
+    policy, teacher = (torch.tensor([x], dtype=dtype) for x in (POLICY, TEACHER))
+    value, gradient = divergence(policy, LogitsTeacher(teacher) if ids == "all" else top(teacher, TOP_2), name)
+    wanted, wanted_gradient = GOLDEN[name, ids]
+    assert float(value) == pytest.approx(wanted, abs=tolerance)
+    assert gradient.tolist()[0] == pytest.approx(wanted_gradient, abs=tolerance)
+
+
+def test_a_policy_with_more_mass_in_the_top_k_than_the_teacher_has_a_positive_value():
+    """Without the tail it is -0.230347179, and a clamp at 0 would take its gradient (verl #7856)."""
+    policy, teacher = (torch.tensor([x], dtype=torch.float64) for x in ([-3.0, 2.5, -3.0, 1.4, -3.0], TEACHER))
+    value, gradient = divergence(policy, top(teacher, TOP_2), "forward_kl")
+    assert float(value) == pytest.approx(0.731340921, abs=1e-9) and gradient.abs().max() > 0.1
+
+
+def test_a_sampled_teacher_is_an_advantage():
+    """log q - log p of the label: 0.941455678 for action 1, constant, through the policy loss; the ratio is 1."""
+    leaf = torch.tensor([POLICY], dtype=torch.float64, requires_grad=True)
+    label, one = torch.tensor([1]), torch.ones(1, dtype=torch.bool)
+    log_q = torch.tensor([TEACHER], dtype=torch.float64).log_softmax(-1)[:, 1]
+    given = (label, None, torch.zeros(1), one, torch.tensor([0, 1], dtype=torch.int32), torch.ones(1))
+    policy_loss("grpo", leaf, *given, distillation=DistillationSettings(), teacher_log_probs=log_q).loss.backward()
+    p = leaf.detach().softmax(-1)
+    torch.testing.assert_close(leaf.grad, 0.941455678 * (p - torch.eye(5)[1]), rtol=0, atol=1e-9)
+
+
+def test_the_mean_of_a_sampled_teacher_over_the_policy_is_the_gradient_of_the_reverse_kl():
+    """By enumeration of the actions."""
+    policy, teacher = (torch.tensor([x], dtype=torch.float64) for x in (POLICY, TEACHER))
+    p, gap = policy.softmax(-1)[0], (teacher.log_softmax(-1) - policy.log_softmax(-1))[0]
+    mean = sum(p[a] * gap[a] * (p - torch.eye(5)[a]) for a in range(5))
+    torch.testing.assert_close(mean, divergence(policy, LogitsTeacher(teacher), "reverse_kl")[1][0], rtol=0, atol=1e-12)
+
+
+ROWS = torch.randn(2, 200, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_the_tail_loses_no_more_than_it_must(name):
+    """At least 0 and at most all columns' (a coarser partition), more with each id; all ids are all columns, bit for bit. 1e-9: the
+    teacher's tail of 3e-6 is 1 - the sum of the others, which leaves 3e-11 of it."""
+    policy, teacher = ROWS
+    whole = divergence(policy, LogitsTeacher(teacher), name)
+    before, order = torch.zeros(len(policy)).double(), teacher.argsort(-1, descending=True)
+    for count in (1, 3, 11):
+        value, _ = divergence(policy, top(teacher, order[:, :count]), name)
+        assert bool((value >= before - 1e-9).all() and (value <= whole[0] + 1e-9).all())
+        before = value
+    for got, want in zip(divergence(policy, top(teacher, torch.arange(12)), name), whole, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("teacher", [LogitsTeacher(ROWS[1, :4]), top(ROWS[1, :4], [0, 7, 3])], ids=["all", "top 3"])
+def test_the_gradient_is_that_of_finite_differences(name, teacher):
+    def value(policy):
+        size = len(policy)
+        given = (torch.zeros(size, dtype=torch.int64), None, torch.zeros(size), torch.ones(size, dtype=torch.bool))
+        temperature = 1.6 if isinstance(teacher, LogitsTeacher) else 1.0
+        settings = DistillationSettings(divergence=name, coefficient=0.7, teacher_temperature=temperature)
+        options = {"distillation": settings, "teacher": teacher, "temperature": 0.8}
+        return policy_loss("grpo", policy, *given, torch.arange(size + 1, dtype=torch.int32), torch.ones(size), **options).loss
+
+    torch.autograd.gradcheck(value, ROWS[0, :4].clone().requires_grad_())
+
+
+def test_a_mass_near_one_keeps_its_digits_and_what_a_server_cannot_say_is_a_constant():
+    """p_T of 1e-9 by 1 - sum in K has one digit in float32; q_T of 0, and -inf inside K, are at least 1e-7."""
+    policy = torch.tensor([[20.0, 0.0, -1.0, -2.0]])
+    teacher = TopKTeacher(torch.tensor([[0, 1]]), torch.tensor([[0.0, -math.inf]]))
+    value, gradient = divergence(policy, teacher, "forward_kl")
+    p = policy.double().softmax(-1)[0]
+    wanted = -p[0].log() + 1e-7 * (1e-7 / p[1]).log() + 1e-7 * (1e-7 / (p[2] + p[3])).log()
+    assert float(value) == pytest.approx(float(wanted), rel=1e-2, abs=1e-10)  # -log p_0 of 3e-9 is below float32's step at 1
+    tail = gradient[0, 2:].double()
+    torch.testing.assert_close(tail, (p * (1 - 1e-7 / (p[2] + p[3])))[2:], rtol=1e-5, atol=0)
+
+
+def test_a_teachers_head_multiplies_each_row_once_in_forward_and_gradient(monkeypatch):
+    """Four matmuls: three of the policy's, one of the teacher's. No logits [T, V] of either."""
+    case, linear, sizes = head_batch(), torch.nn.functional.linear, []
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (len(case.hidden), VOCAB_SIZE))
+
+    def counted(rows, head):
+        sizes.append(len(rows))
+        return linear(rows, head)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    leaf, batch = case.hidden.clone().requires_grad_(), case.batch
+    bounds = torch.tensor([0, *(len(document) for document in batch.documents)]).cumsum(0).int()
+    given = (batch.labels, batch.old_log_probs, batch.advantages, batch.loss_mask, bounds, batch.token_weights)
+    options = {"distillation": DistillationSettings(), "teacher": HeadTeacher(hidden, weight)}
+    output = linear_policy_loss("grpo", leaf, case.weight, *given, max_logits_bytes=4 * 8 * VOCAB_SIZE, **options)
+    output.loss.backward()
+    assert sum(sizes) == int(batch.loss_mask.sum()) and max(sizes) <= 4
+
+
+def test_bad_ids_on_a_gpu_are_counted(monkeypatch):
+    """Where nobody reads the device the loss counts their rows as not finite."""
+    from megatron_rl.ops import distribution
+
+    case = float32(head_batch([2, 2]).batch)
+    ids = torch.tensor([[0, 1], [2, 2], [0, 1], [0, 99]])
+    monkeypatch.setattr(distribution, "check_teacher", lambda *given: None)
+    monkeypatch.setattr("megatron_rl.policy_loss.api.check_teacher", lambda *given: None)
+    batch = replace(case, loss_mask=torch.ones(4, dtype=torch.bool))
+    given = (batch.labels, batch.old_log_probs, batch.advantages, batch.loss_mask, torch.tensor([0, 2, 4]), batch.token_weights)
+    with pytest.raises(DataError, match="1 unmasked tokens .* in divergence from the teacher; 2 documents"):
+        policy_loss(
+            "grpo",
+            batch.logits,
+            *given,
+            distillation=DistillationSettings(),
+            teacher=TopKTeacher(ids, torch.full((4, 2), -1.0)),
+        )
