@@ -54,7 +54,7 @@ JUDGES = {
     "hosts/batch.py": "hosts custom_loss carrier | hosts",
     "hosts/heads/": "host_log_probs nemo_rl skyrl roll carried_rows carrier",
     "hosts/heads/carrie": "carrier",
-    "hosts/heads/carried_rows.py": "carried_rows",
+    "hosts/heads/carried_rows.py": "carried_rows host_log_probs",
     "hosts/heads/placed_rows.py": "carried_rows skyrl",
     "hosts/heads/skipped_log_probs.py": "carrier launch",
     "hosts/training_hooks.py": "hooks reward_weights",

@@ -14,7 +14,7 @@ from forked import in_fork
 from linear_cases import relative
 from own_log_probs import with_ours
 from test_forward_step import SeenShapes
-from test_host_log_probs import HIDDEN, LIMIT, SMALL, VOCABULARY, model_utils
+from test_host_log_probs import HIDDEN, LIMIT, SMALL, VOCABULARY
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -195,42 +195,12 @@ def test_verls_fsdp_engine_gives_its_fused_forward_the_temperature_of_each_row()
     in_fork(work)
 
 
-# NeMo-RL
+# What is refused
 
 
 def rows_of(hidden, weight) -> CarriedRows:
     """As the output layer gives them: [S, B, V]."""
     return carry_rows(HeadInputs(hidden, weight, False), SINGLE, SETTING)
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_what_nemo_rl_does_between_model_and_loss_is_that_of_logits(chunk_size):
-    """A division by the temperature, a sequence cut out, a dimension off and on, a cast; then NeMo-RL's own function."""
-
-    def work():
-        module = model_utils("NeMo-RL")
-        hidden, weight, labels, _ = head()
-        tokens = labels.view(1, -1)
-        found = {}
-        for name in ("logits", "carried"):
-            leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-            of_layer = leaves[0][:, None]  # [S, 1, H]
-            output = rows_of(of_layer, leaves[1]) if name == "carried" else (of_layer @ leaves[1].T).to(torch.float32)
-            output = output.transpose(0, 1).contiguous()
-            output.div_(0.7)
-            assert output.shape == (1, ROWS * WIDTH, VOCABULARY) == output.squeeze(0).unsqueeze(0).shape
-            assert output.narrow(1, 4, 10).shape[1] == 10 and output.size(-1) == VOCABULARY and output.dim() == 3
-            part = output[:, slice(4, 20)].squeeze(0).unsqueeze(0).to(torch.float32)
-            values = module.from_parallel_logits_to_logprobs(part, tokens[:, 4:20], 0, VOCABULARY, SINGLE, chunk_size=chunk_size)
-            (values * torch.linspace(-1, 1, values.numel())).sum().backward()
-            found[name] = [values.detach(), *(leaf.grad for leaf in leaves)]
-        for theirs, ours in zip(found["logits"], found["carried"], strict=True):
-            assert relative(ours, theirs) < LIMIT
-
-    in_fork(work)
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

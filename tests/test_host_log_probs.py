@@ -212,7 +212,8 @@ def heads_on_a_rank(rank: int, tp: int):
     modules, group = with_ours("verl"), resolve_groups().tp
     hidden, weight, labels, c, e = operands()
     tokens, found = labels.roll(1)[None], {}  # NeMo-RL and SkyRL shift them back, and drop the last row, whose factor is 0
-    bounds = rank * VOCABULARY // tp, (rank + 1) * VOCABULARY // tp
+    columns = VOCABULARY // tp
+    bounds = rank * columns, (rank + 1) * columns
     of_rank, part = weight.chunk(tp)[rank], hidden.chunk(tp)[rank]
     log_probs.MAX_LOGITS_BYTES = SMALL
 
@@ -226,9 +227,11 @@ def heads_on_a_rank(rank: int, tp: int):
     fused = modules["verl.models.mcore.model_forward_fused"]
 
     def output_of(h, w):
-        output = carry_rows(HeadInputs(h[:, None], w, len(h) < len(hidden)), group, "a.setting=true")
+        """What NeMo-RL does between model and loss: a division, a sequence cut out, a dimension off and on, a cast."""
+        output = carry_rows(HeadInputs(h[:, None], w, len(h) < len(hidden)), group, "a.setting=true").transpose(0, 1).contiguous()
         output.div_(TEMPERATURE)
-        return output.transpose(0, 1).contiguous()
+        assert output.narrow(1, 4, 3).shape[1] == 3 and output.size(-1) == columns and output.dim() == 3
+        return output[:, slice(0, len(hidden))].squeeze(0).unsqueeze(0).to(torch.float32)
 
     def by_nemo_rl(h, w):
         return [model_utils("NeMo-RL").from_parallel_logits_to_logprobs(output_of(h, w), tokens, *bounds, group)]
@@ -263,7 +266,6 @@ def heads_on_a_rank(rank: int, tp: int):
         with torch.no_grad():  # for old log-probabilities the parts of a gradient are no question
             again, _ = fused.linear_cross_entropy(hidden, of_rank, labels, TEMPERATURE, "none", group)
         assert torch.equal(again, found["verl"][0][0])
-    columns = VOCABULARY // tp
     return found, entropy.flatten(), max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
 
 

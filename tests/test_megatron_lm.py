@@ -18,7 +18,6 @@ import pytest
 import torch
 from helpers import set_global_args
 
-from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.megatron_lm import call_pretrain, compose_extra_args_provider, megatron_lm_config
@@ -115,13 +114,6 @@ def test_pretrain_is_called_in_its_own_signature(megatron, version):
     assert version == "0.17" or others["cfg"] == ("container", "constant", None)
 
 
-def test_a_model_configuration_takes_the_place_of_the_provider(megatron):
-    pretrain = megatron.pretrain["0.19"]
-    *_, others = call(pretrain, model_provider=None, model_config_from_args=lambda args: f"gpt of {args.tokenizer_type}")
-    assert others["cfg"] == ("container", "constant", "gpt of GPT2BPETokenizer")
-    assert megatron.seen[0][3] == "of the model configuration"
-
-
 @pytest.mark.parametrize("version", ["0.17", "0.18", "0.19"])
 def test_a_wrong_scale_stops_before_the_model_is_built(megatron, version):
     """FB-74: validate_args of Megatron-LM has no hook."""
@@ -197,28 +189,16 @@ CONFIGS = {
         {**OF_TRAIN_RL, "rl_default_temperature": 0.7, "grpo_clamp_eps_upper": 0.03},
         {"clip_ratio_low": 0.01, "clip_ratio_high": 0.03, "kl_coefficient": 0.001, "policy_temperature": 0.7},
     ),
-    # argparse does not tell a default from a value that was typed.
-    "a set flag beats a default of train_rl": (
-        *(CLIPPED_OTHERWISE, OF_TRAIN_RL),
-        {"clip_ratio_low": 0.2, "clip_ratio_high": 0.01, "kl_coefficient": 0.0},
-    ),
     "in another loop its options mean nothing": ([], {**OF_TRAIN_RL, **OWN_LOOP, "grpo_kl_beta": 0.5}, asdict(PolicyLossConfig())),
     # The inference log-probabilities of train_rl are our correction.
     "tis": ([], {**CORRECTED, **COEFFICIENT}, correction("tis", 3.0)),
     "tis without a coefficient, which truncates nothing": ([], CORRECTED, correction("tis", math.exp(20))),
     "a bound of ours": (["--importance-correction-high", "4"], CORRECTED, correction("tis", 4.0)),
-    "icepop": (["--importance-correction", "icepop"], CORRECTED, correction("icepop", None)),
-    "dropped samples alone": (
-        *(["--importance-correction", "none", "--off-policy-sequence-delta", "0.1"], CORRECTED),
-        correction("none", None, 0.1),
-    ),
     "a sampler's default scores, which are raw": ([], TOP_P, correction("tis", math.exp(20))),
     "a sampler that keeps all": ([], {**TOP_P, **SCORES_KEPT, "rl_default_top_p": 0.0}, correction("tis", math.exp(20))),
     # The group size is train_rl's own: accepting cut groups needs no --samples-per-prompt, which rows of turns would break.
     "one step a collection": (PROMPT_MEAN, {**COLLECTION, "global_batch_size": 256}, {"samples_per_prompt": None}),
     "cut groups accepted": (PROMPT_MEAN + PARTIAL, {**COLLECTION, "global_batch_size": 100}, {"samples_per_prompt": None}),
-    "prompt_mean in a loop of one's own": (PROMPT_MEAN, {**COLLECTION, **OWN_LOOP, "global_batch_size": 100}, {}),
-    "sample_mean cuts groups": ([], {**COLLECTION, "global_batch_size": 100}, {"loss_aggregation": "sample_mean"}),
 }
 # What is typed, the options, and how each problem begins.
 PROBLEMS = {
@@ -264,17 +244,6 @@ def test_two_values_and_what_would_be_left_out_are_refused_together(line, host, 
     problems = pytest.raises(ConfigError, megatron_lm_config, args_of(*line, **host)).value.problems
     for problem, beginning in zip(problems, says, strict=True):
         assert problem.startswith(beginning)
-
-
-def test_doctor_asks_the_parser_of_megatron_lm(monkeypatch, capsys, unseen_machine):
-    arguments = ModuleType("megatron.training.arguments")
-    arguments.parse_args = lambda extra_args_provider=None: extra_args_provider(ArgumentParser()).parse_args()
-    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
-    monkeypatch.setitem(sys.modules, "megatron.training.arguments", arguments)
-    line = ["doctor", "--host", "megatron_lm", "--", "torchrun", "train.py", "--loss-aggregation", "constant"]
-    assert main([*line, "--loss-aggregation-divisor", "8"]) == 0
-    assert "policy_loss=grpo, loss_aggregation=constant | weight of a token 1/(L N) = 1/(8 N)" in capsys.readouterr().out
-    assert main(line) == 1 and "needs --loss-aggregation-divisor" in capsys.readouterr().out
 
 
 # The rollouts of train_rl

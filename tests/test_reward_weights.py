@@ -137,11 +137,6 @@ FIVE = {"rollout_id": [1, 1, 2, 3, 4]}
 REFUSED = {
     # A setting that would undo the weights. FB-07: a rollout that the host drops must not count in a denominator.
     "a wrapper": (replace(S, options={"custom_reward_post_process_path": "a.b"}), "would not know that samples are weighted", S),
-    "two group sizes": (
-        replace(S, options={"samples_per_prompt": "8"}),
-        "two values",
-        replace(S, options={"samples_per_prompt": "2"}),
-    ),
     "a split by samples": (replace(S, options=SPLIT | TWO_STEPS), "-data-by-dp: miles then splits", replace(S, options=SPLIT)),
     "images": (
         *(Rollouts(IMAGES, options=TWO_STEPS), "samples with multimodal_train_inputs: miles then splits samples"),
@@ -164,7 +159,6 @@ REFUSED = {
     "unlike groups": (Rollouts(UNLIKE, "slime", PARTIAL), "step 0 has 4 rollouts of 2 prompts, step 1 has 4 of 3", S),
     # Samples that cannot be weighted.
     "FB-17 no prompt": (Rollouts(groups(1, None, 2, 2)), r"1 of 4 .* no group_index \(the first is sample 1\)", S),
-    "FB-17 no prompts, which a normalisation needs": (Rollouts(groups(*[None] * 4), mode="constant"), "4 of 4 samples have no", S),
     "FB-17 part of a group": (Rollouts(groups(1, 2, 2, 3)), "prompt 1 has 1 of samples_per_prompt=2", Rollouts(groups(1, 2, 2, 1))),
     "FB-07 too few rollouts": (Rollouts(groups(1, 1, 2)), "3 rollouts do not fill one step", S),
     "FB-11 a rollout of two prompts": (
