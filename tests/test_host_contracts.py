@@ -54,11 +54,7 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
         "verl/trainer/config/rollout/rollout.yaml": (
             *("calculate_log_probs: True", "\ntop_k: -1\n", "\ntop_p: 1\n", "\nlogprobs_mode: processed_logprobs\n"),
         ),
-        "verl/workers/rollout/vllm_rollout/vllm_async_server.py": (
-            '"logprobs_mode": self.config.logprobs_mode,',
-            "            **engine_kwargs,\n",
-        ),
-        "verl/experimental/agent_loop/agent_loop.py": ("top_p=config.top_p,", "top_k=config.top_k,", "config.val_kwargs.top_p"),
+        "verl/experimental/agent_loop/agent_loop.py": ("top_p=config.top_p,", "top_k=config.top_k,"),
     },
     "nemo_rl": {
         "nemo_rl/models/megatron/setup.py": (
@@ -82,13 +78,7 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             "    top_p: 1.0\n    top_k: null\n",
             "      logprobs_mode: processed_logprobs\n",
         ),
-        "nemo_rl/models/generation/vllm/vllm_worker.py": ('self.cfg["vllm_cfg"].get("logprobs_mode")',),
-        "nemo_rl/models/generation/megatron/megatron_worker.py": ('logprobs_mode="processed_logprobs"',),
         "nemo_rl/algorithms/utils.py": ("logprobs = torch.where(mask.bool(), logprobs, 0.0)",),
-        "nemo_rl/algorithms/logits_sampling_utils.py": (
-            "top_k is not None and top_k > 0",
-            "top_p is not None and top_p != 1.0",
-        ),
     },
     "roll": {
         "roll/distributed/strategy/megatron_strategy.py": (
@@ -112,14 +102,9 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             "elif self.adv_estimator in ['step_reinforce', \"gigpo\"]:",
         ),
         "roll/utils/dynamic_batching.py": ("if total_tokens_in_mbs <= max_tokens_per_microbatch:",),
-        "roll/utils/functionals.py": ("prompt_mask = (attention_mask == 1) & (new_response_mask == 0)",),
         "roll/configs/generating_args.py": (
             "top_p: Optional[float] = field(\n        default=0.7,",
             "top_k: Optional[int] = field(\n        default=50,",
-        ),
-        "roll/distributed/strategy/vllm_strategy.py": (
-            "vllm_config = copy.deepcopy(self.worker_config.strategy_args.strategy_config)",
-            'top_p=gen_kwargs["top_p"],',
         ),
     },
     "skyrl": {
@@ -139,8 +124,6 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             "grad_input[local_indices[local_rank_mask]] = grad_output[local_rank_mask]",
         ),
         "skyrl/backends/skyrl_train/workers/worker_utils.py": ("bin_capacity=self._max_tokens_per_microbatch",),
-        "skyrl/backends/skyrl_train/inference_servers/engine_utils.py": ('"min_p": sampling_params.min_p,',),
-        "skyrl/backends/skyrl_train/inference_servers/utils.py": ("engine_kwargs = get_config_as_dict(ie_cfg.engine_init_kwargs)",),
     },
     "miles": {
         "miles/utils/arguments.py": ('"--rollout-top-p", type=float, default=1.0', '"--rollout-top-k", type=int, default=-1')
@@ -155,7 +138,6 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             "'--rl-default-top-p', type=float, default=0,",
             "'--rl-default-top-k', type=int, default=-1,",
         ),
-        "megatron/rl/inference/megatron.py": ("top_p=request.generation_args.top_p or 0.0",),
     },
 }
 

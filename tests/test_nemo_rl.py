@@ -5,6 +5,7 @@ NEMO_RL_ROOT=... pytest -m host --require host tests/test_nemo_rl.py
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import sys
@@ -83,8 +84,6 @@ def test_placeholders_in_the_place_of_the_steps_counts_are_refused():
     log_probs = torch.zeros(16, data["token_mask"].shape[1] - 1)
     with pytest.raises(DataError, match="a step of 1 samples and 1 tokens to a call with 16 samples"):
         loss(log_probs, data, torch.tensor(1.0), torch.tensor(1.0))
-    with pytest.raises(DataError, match="a step of 16 samples and 1 tokens"):
-        loss(log_probs, data, torch.tensor(16.0), torch.tensor(1.0))
 
 
 def test_a_prompt_without_a_trained_token_does_not_count():
@@ -173,11 +172,8 @@ def test_a_replay_counts_where_nemo_rl_can_do_it(has_mask, monkeypatch):
         return nemo_rl.read(config)
 
     assert nemo_rl.NemoLoss(cases.OwnLoss({}), launch(), 16).has_unscored is not has_mask
-    if has_mask:
-        assert launch("gspo", megatron_rl_importance_correction="tis")
-    else:
-        with pytest.raises(ConfigError, match="the policy loss gspo"):
-            launch("gspo")
+    with contextlib.nullcontext() if has_mask else pytest.raises(ConfigError, match="the policy loss gspo"):
+        launch("gspo")
     with pytest.raises(ConfigError, match="a ratio among the sets" if has_mask else "counts as a sure one"):
         launch(megatron_rl_kl_estimator="unbiased")
 
@@ -298,8 +294,8 @@ def test_the_workers_of_a_launch_of_nemo_rl():
         environments = {nemo_rl_head.OWN_WORKER: "its Python"}
         own_log_probs.module_at(nemo_rl_head.ENVIRONMENTS, {"ACTOR_ENVIRONMENT_REGISTRY": environments})
         sys.argv = ["run_grpo.py"]
-        calls, problems = [], []
-        with nemo_rl.loss_in_setup(lambda error: problems.append(str(error)) or 2, calls):
+        calls: list[str] = []
+        with nemo_rl.loss_in_setup(lambda error: 2, calls):
             for settings, is_fused, named, *expected in WORKERS:
                 config = cases.master_config(settings)
                 if is_fused is not None:
@@ -307,11 +303,8 @@ def test_the_workers_of_a_launch_of_nemo_rl():
                 assert [*trainer.setup(config, tokenizer="tokenizer", **named)] == expected, settings
                 assert config.policy["megatron_cfg"].get("use_fused_linear_logprobs") is is_fused, "the caller's own stays"
             assert trainer._create_advantage_estimator(cases.master_config(ALONE)) == "NeMo-RL's own"
-            with pytest.raises(SystemExit):
-                trainer.setup(cases.master_config({"megatron_rl_log_probs": "mine"}), "tokenizer")
         assert environments[nemo_rl_head.WORKER_WITH_HEAD] == environments[nemo_rl_head.OUR_WORKER] == "its Python"
-        assert len(calls) == len(WORKERS) + 1 and "is neither megatron_rl" in problems[0]
-        assert trainer.setup is whole_setup
+        assert len(calls) == len(WORKERS) and trainer.setup is whole_setup
 
     in_fork(work)
 

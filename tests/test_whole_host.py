@@ -1,5 +1,4 @@
-"""The training actors of miles and slime, and Megatron-LM's `pretrain` on packed bins, whole, leave the parameters that
-`megatron-rl train` leaves on the same recorded rollouts.
+"""The hosts' own training actors, whole, leave the parameters that `megatron-rl train` leaves on the same recorded rollouts.
 
 MILES_ROOT=... SLIME_ROOT=... MEGATRON_LM_ROOT=... pytest -m host --require host tests/test_whole_host.py
 
@@ -12,11 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 import os
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -25,31 +22,30 @@ import pytest
 import torch
 import trainer_cases
 from forked import forked
-from host_checkouts import load_checkout, roots_by_environment, silent_logging
-from test_batch import pack
-from whole_host import MEGATRON_ROOT, STUBBED_OF_WHOLE, add_megatron_lm, load_weights, run_whole
+from host_checkouts import roots_by_environment
+from whole_host import MEGATRON_ROOT, run_whole
 
 from megatron_rl.commands import main as command_line
-from megatron_rl.hosts.megatron_lm import call_pretrain, megatron_lm_config
-from megatron_rl.megatron.cpu import install_cpu_support
-from megatron_rl.megatron.model import find_gpt_model, gpt_layer_spec
-from megatron_rl.megatron.packed_bins import PackedForwardStep
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample, group_advantages
 from megatron_rl.train.trainer import PolicyTrainer
 
 ROOTS = roots_by_environment()
-pytestmark = pytest.mark.megatron
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.megatron,
+    pytest.mark.skipif(MEGATRON_ROOT not in os.environ, reason=f"needs a checkout of Megatron-LM: set {MEGATRON_ROOT} to its root"),
+]
 VOCABULARY, GROUP_SIZE, PROMPTS, STEPS, ROLLOUTS = 12, 4, 4, 2, 2
 DIVISOR = 16
 # Adam's first step is the sign of a gradient. Of 3 to 8 this seed alone has no entry so near 0 that rounding decides its sign: with
 # the others our command is up to 5e-5 from itself in other micro-batches.
 SEED = 7
 LIMIT = 1e-5
-CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03)}
-# Of our own alone: miles has no estimator of this name.
-OUR_CLIPS = {"cispo": (0.2, 0.28)}
+CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (0.2, 0.28)}
+# miles has no estimator of the other's name.
+ESTIMATORS = ("grpo", "gspo")
 LAYOUTS = {
     "dp2": "",
     "cp2": "--context-parallel-size 2",
@@ -71,15 +67,12 @@ DOORS["fused, recomputed"] = f"{FUSED} --recompute-loss-function"
 REWARD_HOOK = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
 INIT_HOOK = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --lr 3e-3 --clip-grad 1.0"
-OF_MEGATRON = f"""
-    {MODEL} --adam-beta2 0.95 --weight-decay 0 --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1
-    --tokenizer-type NullTokenizer --init-method-std 0.05 --disable-bias-linear --normalization RMSNorm
-    --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --lr-decay-style constant --transformer-impl local --no-rope-fusion --no-masked-softmax-fusion --no-persist-layer-norm
-    --no-gradient-accumulation-fusion --distributed-backend gloo
-"""
 OF_HOST = f"""
-    {OF_MEGATRON} --seq-length 64 --spec whole_host layer_spec --data-pad-size-multiplier 4
+    {MODEL} --adam-beta2 0.95 --weight-decay 0 --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1
+    --tokenizer-type NullTokenizer --seq-length 64 --init-method-std 0.05 --disable-bias-linear --normalization RMSNorm
+    --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --lr-decay-style constant --transformer-impl local --spec whole_host layer_spec --no-rope-fusion --no-masked-softmax-fusion
+    --no-persist-layer-norm --no-gradient-accumulation-fusion --distributed-backend gloo --data-pad-size-multiplier 4
     --actor-num-nodes 1 --actor-num-gpus-per-node 2 --num-gpus-per-node 2 --hf-checkpoint unused --debug-train-only
     --rollout-batch-size {PROMPTS} --n-samples-per-prompt {GROUP_SIZE} --num-rollout {ROLLOUTS}
     --micro-batch-size 2 --disable-rollout-global-dataset
@@ -106,8 +99,8 @@ class WholeCase:
         return "without_masked_sample" if self.aggregation == "token_mean" else "with_masked_sample"
 
     def of_host(self, folder: Path) -> list[str]:
-        low, high = (CLIPS | OUR_CLIPS)[self.loss]
-        estimator = self.loss if self.loss in CLIPS else f"grpo --policy-loss {self.loss}"
+        low, high = CLIPS[self.loss]
+        estimator = self.loss if self.loss in ESTIMATORS else f"grpo --policy-loss {self.loss}"
         words = f"{OF_HOST} --advantage-estimator {estimator} --eps-clip {low} --eps-clip-high {high} {DOORS[self.door]}"
         words += f" --load-debug-rollout-data {folder}/{self.data}/{{rollout_id}}.pt --ref-load {folder}"
         words += f" --custom-config-path {folder}/fp32.yaml"
@@ -118,7 +111,7 @@ class WholeCase:
         return words.split()
 
     def of_train(self, folder: Path) -> list[str]:
-        low, high = (CLIPS | OUR_CLIPS)[self.loss]
+        low, high = CLIPS[self.loss]
         return f"""
             {MODEL} --vocab-size {VOCABULARY} --rollouts {folder}/{self.data}.jsonl --steps-per-rollout {STEPS} --no-bf16
             --policy-loss {self.loss} --clip-ratio-low {low} --clip-ratio-high {high} --samples-per-prompt {GROUP_SIZE}
@@ -128,14 +121,14 @@ class WholeCase:
 
 
 AGGREGATIONS = ("sample_mean", "prompt_mean", "constant")
-CASES = [WholeCase("stock", loss, "sample_mean") for loss in CLIPS]
-CASES += [WholeCase(door, loss, name) for door in ("reducer", "custom_loss") for loss in CLIPS for name in AGGREGATIONS]
+CASES = [WholeCase("stock", loss, "sample_mean") for loss in ESTIMATORS]
+CASES += [WholeCase(door, loss, name) for door in ("reducer", "custom_loss") for loss in ESTIMATORS for name in AGGREGATIONS]
 CASES += [WholeCase(door, "grpo", "token_mean") for door in ("stock", "reducer", "custom_loss", "fused")]
 ROWS = [(layout, case) for layout in ("dp2", "cp2", "tp2", "pp2") for case in CASES]
 ROWS += [
     (layout, WholeCase("fused", loss, "constant" if loss == "gspo" else "sample_mean"))
     for layout in ("dp2", "cp2", "tp2 with sp", "pp2")
-    for loss in ("grpo", "gspo", "cispo")
+    for loss in CLIPS
 ]
 ROWS += [("tp2 with sp", WholeCase("fused, recomputed", "gspo", "constant"))]
 ROWS += [
@@ -246,8 +239,6 @@ def difference_of(of_ranks: list[dict], first: dict, last: dict) -> float:
     return trainer_cases.relative_difference(moved, expected)
 
 
-@pytest.mark.host
-@pytest.mark.skipif(MEGATRON_ROOT not in os.environ, reason=f"needs a checkout of Megatron-LM: set {MEGATRON_ROOT} to its root")
 @pytest.mark.parametrize(("host", "layout", "case"), [(host, *row) for host in HOSTS for row in ROWS], ids=str)
 def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, case):
     """Adam hides the scale of a gradient, so the norm that the host reports before it clips is compared too, step by step."""
@@ -260,135 +251,3 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     assert len(norms) == STEPS * ROLLOUTS
     assert of_norms < LIMIT, (steps, norms)
     assert difference < LIMIT
-
-
-# Megatron-LM
-
-BIN_STEPS, BINS, LENGTH = 3, 4, 96
-OF_PRETRAIN = f"""
-    {OF_MEGATRON} --seq-length {LENGTH} --max-position-embeddings {LENGTH} --micro-batch-size 1 --global-batch-size {BINS}
-    --train-iters {BIN_STEPS} --load unused --eval-iters 0 --eval-interval 1000 --dataloader-type external --log-interval 1
-    --no-create-attention-mask-in-dataloader
-"""
-DISTRIBUTED = "dp2, distributed optimizer"
-BIN_ROWS = [("dp2", loss, name) for loss in CLIPS for name in AGGREGATIONS] + [("cp2", "gspo", "constant")]
-BIN_ROWS += [(layout, "grpo", "prompt_mean") for layout in ("cp2", "tp2", "pp2", "tp2 with sp", DISTRIBUTED)]
-
-
-def rollouts_of_bins() -> list[list]:
-    """The samples of each step: ragged, with masked tokens and a fully masked sample."""
-    numbers, steps = random.Random(2), []
-    for step in range(BIN_STEPS):
-        groups = range(step * PROMPTS, (step + 1) * PROMPTS)
-        steps.append(samples_of([record for group in groups for record in group_of(numbers, group, True)]))
-    return steps
-
-
-def bins_of(steps: list[list]) -> tuple[list, list]:
-    """(bins of all steps, the prompt of each row): each step's samples in BINS bins that cut prompt groups."""
-    bins, prompts = [], [sample.prompt_id for step in steps for sample in step]
-    samples = [sample for step in steps for sample in step]
-    for number, step in enumerate(steps):
-        first = number * len(step)
-        bins += [pack(samples, range(first + start, first + len(step), BINS), prompts, LENGTH) for start in range(BINS)]
-    return bins, prompts
-
-
-def train_on_rank(rank: int, root: str, words: list[str]) -> tuple[dict, list[float]]:
-    """Megatron-LM's parser, initialisation, model builder, optimiser, scheduler and loop run as they are, on CPU and gloo. Replaced
-    are CUDA, the layer (Transformer Engine's packed attention needs CUDA), load_checkpoint, and the compilation of index helpers,
-    because bins stand in the place of a dataset."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    install_cpu_support()
-    load_checkout(root, STUBBED_OF_WHOLE)
-    add_megatron_lm(root)
-    from megatron.core import mpu
-    from megatron.core.enums import ModelType
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.training import initialize, training
-
-    gpt_builders, provider = map(importlib.import_module, ("gpt_builders", "model_provider"))
-
-    bins, prompts = bins_of(rollouts_of_bins())
-    models, norms, log = [], [], training.training_log
-
-    def bins_of_rank(sizes):
-        share, dp = BINS // mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        items = [step * BINS + dp * share + number for step in range(BIN_STEPS) for number in range(share)]
-        return iter(items), None, None
-
-    bins_of_rank.is_distributed = True
-
-    def log_and_note(*positional, **named):
-        logged = inspect.signature(log).bind(*positional, **named).arguments
-        norms.append(float(logged["grad_norm"]))
-        return log(*positional, **named)
-
-    def provide(*positional, **named):
-        models.append(provider.model_provider(gpt_builders.gpt_builder, *positional, **named))
-        return models[-1]
-
-    @functools.cache
-    def made() -> PackedForwardStep:  # after pretrain has read its arguments
-        own = {"vocab_size": VOCABULARY, "config": megatron_lm_config(), "rollout_of_row": lambda: range(len(prompts))}
-        return PackedForwardStep(bins.__getitem__, lambda: prompts, get_num_microbatches, **own)
-
-    def forward_step(data_iterator, model):
-        return made()(data_iterator, model)
-
-    with (
-        silent_logging(),
-        mock.patch.object(sys, "argv", ["train.py", *words]),
-        mock.patch.object(
-            gpt_builders, "_get_transformer_layer_spec", lambda use_te, config: gpt_layer_spec(config, vp_stage=None)
-        ),
-        mock.patch.object(initialize, "_compile_dependencies", lambda: None),
-        mock.patch.object(training, "load_checkpoint", lambda *given, **options: (load_weights(*given, **options)[1], 0)),
-        mock.patch.object(training, "training_log", log_and_note),
-        mock.patch("megatron.training.arguments.get_device_arch_version", lambda: 10),
-        mock.patch.object(training, "initialize_megatron", as_if_a_device_was_there(training.initialize_megatron)),
-    ):
-        call_pretrain(
-            training.pretrain,
-            dataset_provider=bins_of_rank,
-            model_provider=provide,
-            model_type=ModelType.encoder_or_decoder,
-            forward_step=forward_step,
-        )
-    return trainer_cases.named_shards(find_gpt_model(models[0]), lambda parameter: parameter.detach()), norms
-
-
-def as_if_a_device_was_there(function):
-    def call(*positional, **named):
-        with mock.patch("torch.cuda.is_available", lambda: True), mock.patch("torch.cuda.device_count", lambda: 1):
-            return function(*positional, **named)
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def trained_on_bins(tmp_path_factory):
-    """Flags of our loss -> trained_by_command on the same rollouts, one step each."""
-
-    def train(ours: str) -> tuple[dict, dict, list[float]]:
-        folder = tmp_path_factory.mktemp("command")
-        for number, samples in enumerate(rollouts_of_bins()):
-            save_rollouts(folder / "rollouts.jsonl", RolloutBatch(samples=samples, rollout_index=number))
-        words = f"{MODEL} --vocab-size {VOCABULARY} --rollouts {folder}/rollouts.jsonl --no-bf16 --steps-per-rollout 1"
-        words += f" --samples-per-prompt {GROUP_SIZE} --output-dir {folder}/run --no-tensorboard {ours}"
-        return trained_by_command(words.split())
-
-    return functools.cache(train)
-
-
-@pytest.mark.host(MEGATRON_ROOT)
-@pytest.mark.parametrize(("layout", "loss", "aggregation"), BIN_ROWS)
-def test_pretrain_trains_what_our_command_trains(trained_on_bins, layout, loss, aggregation):
-    low, high = CLIPS[loss]
-    ours = f"--policy-loss {loss} --clip-ratio-low {low} --clip-ratio-high {high}"
-    ours += f" {WholeCase('', loss, aggregation).aggregation_flags}"
-    first, last, norms = trained_on_bins(ours)
-    words = f"{OF_PRETRAIN} {(LAYOUTS | {DISTRIBUTED: '--use-distributed-optimizer'})[layout]} {ours}".split()
-    answers = run_ranks(train_on_rank, 2, os.environ[MEGATRON_ROOT], words, use_megatron=False)
-    assert len(norms) == BIN_STEPS and answers[0][1] == pytest.approx(norms, rel=LIMIT)
-    assert difference_of([weights for weights, _ in answers], first, last) < LIMIT
