@@ -1,6 +1,6 @@
 """One training step as miles and slime make it around custom_loss, on a real GPTModel: init hook, model, batches, schedule, loss.
 
-host_emulator.py has what the hosts do around the loss; whole_host.py runs their own lines.
+host_emulator.py has what the hosts do around the loss; tests/test_whole_host.py runs their own lines.
 """
 
 from __future__ import annotations
