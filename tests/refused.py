@@ -241,7 +241,7 @@ REFUSED: dict[Callable, list[dict]] = {
     correction_of_ones_own: [*each("function", lambda ratios: None), *each("bounds", {"turn": (0, 2)})],
     aggregation_of_ones_own: [
         *each("function", lambda token_counts: None),
-        *each("formula", "1 / (N m_j)", "1 / N / m_i", "1 / (N + m_i)"),
+        *each("formula", "1 / (N m_j)", "1 / N / m_i", "1 / (N + m_i)", ""),
         {"formula": "1 / N", "needs": ("num_samples",)},
         {"formula": "1 / (L N)", "takes_divisor": True},
     ],

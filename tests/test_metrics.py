@@ -138,13 +138,15 @@ def doubles(rows) -> torch.Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
-def rollout_statistics_of(trained, sampled=None, kept_mass=None, *, masks=None, staleness=None, policy=None) -> PolicyStatistics:
+def rollout_statistics_of(
+    trained, sampled=None, kept_mass=None, *, masks=None, staleness=None, policy=None, is_on_policy=False
+) -> PolicyStatistics:
     """Of samples given as lists of the trainer's (old) and the sampler's log-probabilities; `policy`: the current ones."""
     masks = [[1] * len(row) for row in trained] if masks is None else masks
     mask = torch.tensor([bit for row in masks for bit in row], dtype=torch.bool)
     values = rollout_statistics(
         log_probs=doubles(trained if policy is None else policy),
-        old_log_probs=doubles(trained),
+        old_log_probs=None if is_on_policy else doubles(trained),
         rollout_log_probs=None if sampled is None else doubles(sampled),
         kept_mass=None if kept_mass is None else doubles(kept_mass),
         staleness=None if staleness is None else torch.tensor(staleness, dtype=torch.int64),
@@ -179,15 +181,15 @@ MASKS = [[1, 0, 1], [1], [0, 0], [1, 1]]
 STALENESS = [-2, -1, 9, -5]  # negative, so that a 0 of an empty part shows in the largest
 
 
-@given(where=st.lists(st.integers(0, 3), min_size=4, max_size=4))
+@given(where=st.lists(st.integers(0, 3), min_size=4, max_size=4), is_on_policy=st.booleans())
 @settings(max_examples=30, derandomize=True, database=None)
-def test_rollout_metrics_are_the_same_for_any_split_into_micro_batches(where):
+def test_rollout_metrics_are_the_same_for_any_split_into_micro_batches(where, is_on_policy):
     """FB-46, FB-49: as nested loops over the whole step; empty micro-batches and a rank that was given nothing add nothing."""
     parts = []
     for part in range(4):
         mine = [i for i in range(4) if where[i] == part]
         pick = [[values[i] for i in mine] for values in (TRAINED, SAMPLED, KEPT_MASS, MASKS, STALENESS)]
-        parts.append(rollout_statistics_of(*pick[:3], masks=pick[3], staleness=pick[4]))
+        parts.append(rollout_statistics_of(*pick[:3], masks=pick[3], staleness=pick[4], is_on_policy=is_on_policy))
     samples = [i for i in range(4) if any(MASKS[i])]
     differences = [[t - s for t, s, m in zip(TRAINED[i], SAMPLED[i], MASKS[i], strict=True) if m] for i in samples]
     expected = {
