@@ -16,6 +16,7 @@ from trainer_cases import CP, PP, TP
 
 from megatron_rl.count import count_step
 from megatron_rl.errors import DataError
+from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import (
     local_cu_seqlens,
     local_positions,
@@ -247,6 +248,15 @@ def test_one_process_without_megatron_is_a_single_rank_whose_collectives_do_noth
     assert (groups.tp.size(), groups.tp.rank(), repr(groups.dp)) == (1, 0, "SINGLE")
     assert all_gather_stack(values, SINGLE).tolist() == [[1.0, 2.0]]
     assert all(f(values, SINGLE) is values for f in (all_reduce_sum, all_reduce_max, broadcast_from_last))
+
+
+def test_work_of_one_process_has_its_own_error():
+    def fails():
+        raise KeyError("no answer")
+
+    assert on_all_ranks(lambda: 1) == [1]
+    with pytest.raises(KeyError, match="no answer"):
+        on_all_ranks(fails)
 
 
 def test_a_models_own_groups_are_found_through_its_wrappers():

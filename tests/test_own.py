@@ -45,7 +45,6 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import importance_correction, policy_loss
-from megatron_rl.policy_loss.api import loss_of_log_probs
 from megatron_rl.testing import oracle
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.validation import Settings, find_problems
@@ -205,13 +204,6 @@ def test_a_loss_is_its_function_over_ranks(pool):
 
 
 # What it cannot take
-
-
-def test_who_has_no_logits_refuses_a_loss_of_entropies():
-    with pytest.raises(ConfigError, match="'own_heeding' needs the entropy of each token, .* call policy_loss"):
-        loss_of_log_probs("own_heeding", BATCH.old_log_probs, *BATCH.arguments()[1:])
-    with pytest.raises(ConfigError, match="own_heeding needs the entropy of each token, and NeMo-RL hands over log-probabilities"):
-        nemo_rl.OFFER.choose("own_losses.heeding.sample_mean")
 
 
 @pytest.mark.parametrize(
