@@ -1,14 +1,20 @@
-"""`python -m benchmarks` on the CPU: gate, peers, drift, ratios, targets, memory, results; never a statement about speed."""
+"""`python -m benchmarks` on the CPU: gate, peers, drift, ratios, targets, memory, results; never a statement about speed.
+
+Then each stage of `.ci/gpu_session.py` in its smallest form.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import GPU_FILES
 
 import benchmarks.__main__ as command
 from benchmarks import measure as harness
@@ -234,3 +240,30 @@ def test_the_tables_hold_the_numbers_of_the_json(arguments, section, tmp_path, c
     if section == "head":
         of = {row["provider"]: row for _, row in rows}
         assert of[THREE_MATMULS]["over_three_matmuls"] == 1.0 and of[UNFUSED]["memory_over_unfused"] == 1.0
+
+
+# The session on a GPU
+
+specification = importlib.util.spec_from_file_location("gpu_session", ROOT / ".ci" / "gpu_session.py")
+gpu_session = importlib.util.module_from_spec(specification)
+sys.modules["gpu_session"] = gpu_session  # dataclasses look their module up
+specification.loader.exec_module(gpu_session)
+
+
+def test_every_test_for_a_gpu_lies_in_a_file_that_is_run(request):
+    assert request.config.stash[GPU_FILES] <= set(gpu_session.gpu_test_files())
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_the_smallest_form_of_every_stage_runs(tmp_path):
+    code = gpu_session.main(["--out", str(tmp_path), "--dry-run"])
+    found = json.loads((tmp_path / "summary.json").read_text())["stages"]
+    log = (tmp_path / "session.log").read_text()
+    assert code == 0, log
+    # Without CUDA there are no layers of Transformer Engine.
+    expected = {name: "left out" if name == "te" else "ok" for name in gpu_session.STAGES}
+    assert {name: one["verdict"] for name, one in found.items()} == expected, log
+    assert "Transformer Engine does not work here" in found["te"]["output_ends"][-1]
+    assert "PASS" in found["selftest"]["output_ends"][-1] and "passed" in found["tests"]["output_ends"][-1]
+    assert all(list(tmp_path.glob(f"*_{kind}_results.json")) for kind in ("losses", "head"))
