@@ -13,7 +13,7 @@ from helpers import random_batch, run_in_children
 from host_steps import CUSTOM_LOSS
 
 import megatron_rl
-from megatron_rl.config import Backend, PolicyLossConfig
+from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import training_hooks
 from megatron_rl.layout.groups import SINGLE
@@ -21,7 +21,6 @@ from megatron_rl.ops import backends
 from megatron_rl.ops.fp32_head import fp32_head_logits
 from megatron_rl.testing.oracle import LOSSES
 
-TRITON = PolicyLossConfig(policy_loss_backend="triton")
 NEEDS_CUDA = "backend='triton' needs CUDA and the logits are on cpu"
 
 
@@ -30,16 +29,6 @@ def not_interpreted(monkeypatch):
     """As in a process that is no test's."""
     monkeypatch.setattr(backends, "why_triton_is_missing", lambda: None)
     monkeypatch.setattr(backends, "is_interpreted", lambda: False)
-
-
-@pytest.mark.megatron
-def test_no_trainer_is_made_with_a_backend_that_cannot_run(not_interpreted):
-    """FB-80: before a model is built and a rollout is sampled."""
-    from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
-
-    settings = TrainerSettings(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=4, max_sequence_length=4)
-    with pytest.raises(ConfigError, match=NEEDS_CUDA):
-        PolicyTrainer(settings, TRITON, torch.device("cpu"))
 
 
 def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted, monkeypatch):

@@ -288,20 +288,6 @@ def test_what_exact_cannot_scale_is_refused_at_start():
     assert "seq_aux_loss" in problem and "packed rows: Megatron gives its router no bounds" in problem
 
 
-def host_after_exact(rank: int, first: str) -> dict[str, torch.Tensor]:
-    """The gradient of a step under host, after one of the same model under `first`."""
-    layout, still = Layout(num_microbatches=2), [replace(sample, advantage=0.0) for sample in ragged_samples()]
-    model = LayoutModel(layout, row_length(still, layout), model_of(layout, **LOSSES["z_loss"]))
-    found = [model.step(config_of("reinforce", "sample_mean", router_aux_loss=mode), still) for mode in (first, "host")]
-    return merged(found[1:]).gradient
-
-
-@pytest.mark.filterwarnings("ignore:--router-aux-loss host")
-def test_a_step_under_host_is_megatrons_own_after_an_exact_one(pool):
-    exact, host = (pool.run(host_after_exact, first, world_size=1)[0] for first in ("exact", "host"))
-    assert all(torch.equal(value, host[name]) for name, value in exact.items()) and any(value.any() for value in host.values())
-
-
 def of_another_schedule(rank: int, factor: float) -> str:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

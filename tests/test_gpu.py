@@ -360,18 +360,15 @@ def wide_case(num_documents: int) -> HeadBatch:
 
 
 @pytest.mark.parametrize("into_main_grad", [False, True], ids=["a buffer", "main_grad"])
-@pytest.mark.parametrize("terms", [False, True], ids=["", "KL"])
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])
 @pytest.mark.parametrize("num_documents", [16, 1])
-def test_memory_is_the_budget_and_the_gradients(num_documents, terms, into_main_grad):
+def test_memory_is_the_budget_and_the_gradients(num_documents, kl_coefficient, into_main_grad):
     """chunk buffers <= max_logits_bytes, dX, and dW of several chunks in float32 unless it is main_grad: docs/kernels.md."""
     case, limit = wide_case(num_documents), 2**27
     options = {**CLIP, "tp_group": SINGLE, "cp_group": SINGLE, "max_logits_bytes": limit}
-    if terms:
-        options |= {
-            "kl_coefficient": 0.1,
-            "ref_log_probs": case.batch.old_log_probs,
-            "regularizer_weights": case.batch.token_weights,
-        }
+    if kl_coefficient:
+        options |= {"kl_coefficient": kl_coefficient, "ref_log_probs": case.batch.old_log_probs}
+        options |= {"regularizer_weights": case.batch.token_weights}
     parameter = torch.nn.Parameter(case.weight)
     if into_main_grad:
         parameter.main_grad = torch.zeros(case.weight.shape, device=DEVICE)
