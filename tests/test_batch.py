@@ -30,10 +30,9 @@ from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch, weigh_samples
+from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport
 from megatron_rl.megatron.packed_bins import PackedBin, PackedForwardStep, batches_of_step, samples_of_bin
-from megatron_rl.testing.invariance import StepSample
 
 pytestmark = pytest.mark.megatron
 
@@ -170,15 +169,6 @@ def test_what_does_not_fit_the_micro_batch_is_refused(make, settings, message):
     """FB-63: rows that overflow into their neighbours; and lengths that cp ranks cannot cut into equal chunks."""
     with pytest.raises(DataError, match=message):
         make([sample_of(0, 2, 3), sample_of(1, 2, 4)], **settings)
-
-
-def test_weighing_takes_the_settings_of_prompt_groups():
-    """FB-17: a group that lost a sample would change every weight of prompt_mean. messages.txt has what count_step refuses."""
-    step = [StepSample(tokens=[1, 2], loss_mask=[1], prompt_id=name, advantage=0.0) for name in "aab"]
-    partial = PolicyLossConfig(samples_per_prompt=2, allow_partial_prompt_groups=True)
-    assert len(weigh_samples(partial, step, ParallelGroups())[0]) == 3
-    with pytest.raises(DataError, match="prompt 'b' has 1 of samples_per_prompt=2 samples"):
-        weigh_samples(replace(partial, allow_partial_prompt_groups=False), step, ParallelGroups())
 
 
 # Packed bins

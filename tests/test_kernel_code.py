@@ -187,17 +187,6 @@ def test_a_kernel_that_works_on_logits_keeps_its_bounds(gate, kernel, launch, bo
     assert violations(gate.figures_of(launch, kernel), bounds) == []
 
 
-def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
-    """Registers bound the programs that a multiprocessor starts: below 33 a thread, twice the rows would share the cache."""
-    from megatron_rl.ops.backends import ROWS_AT_ONCE
-
-    programs = [figures for figures in gate.figures if figures["kernel"] == "one_read_kernel"]
-    for figures in programs:
-        registers = -(-figures["registers"] // 8) * 8 * 32 * figures["num_warps"]
-        assert 1 <= 65536 // registers <= ROWS_AT_ONCE[figures["num_warps"]], figures
-    assert {figures["num_warps"] for figures in programs} == set(ROWS_AT_ONCE)
-
-
 # Registers of a thread. What works on [T] and [N] numbers is bounded by launches, not by them; what must not happen is a spill, and
 # a block of 16 warps that does not start: 65536 / 512 = 128. list_rows has half as many: two of its blocks start.
 SMALL = {

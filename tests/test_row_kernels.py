@@ -362,12 +362,6 @@ def test_a_unit_gradient_is_that_of_a_log_probability_in_place_and_beside(stride
     assert torch.equal(memory.nan_to_num(7.0), before.nan_to_num(7.0)), "it wrote beside its rows"
 
 
-def test_a_float16_gradient_which_large_hidden_states_would_overflow_has_two_kernels():
-    logits, labels = (torch.zeros(size, dtype=torch.float16, device=KERNEL_DEVICE) for size in ((13, WIDTH), 13))
-    shard = vocab_shard(WIDTH, 1.0, None, SINGLE)
-    assert unit_gradient(logits, labels.long(), shard, with_entropy=False, out=logits) is None
-
-
 # In the fused head
 
 
