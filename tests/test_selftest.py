@@ -35,6 +35,7 @@ from megatron_rl.testing.selftest import (
     Case,
     RowResult,
     WholeSteps,
+    chosen,
     complete_layout,
     own_group_cases,
     per_token_cases,
@@ -218,6 +219,11 @@ def test_every_loss_aggregation_head_and_backend_has_a_row():
     assert {case.aggregation for case in cases} == set(AGGREGATIONS) and {case.backend for case in cases} == {"torch", "triton"}
     assert {case.config.kl_estimator for case in cases} == set(KL_ESTIMATORS.names())
     assert {case.config.importance_correction for case in cases} == {NO_CORRECTION, *CORRECTIONS.names()}
+
+
+def test_rows_are_chosen_by_their_names():
+    found = chosen(table(), "grpo", texts=("token_mean, logits",))
+    assert found and all(case.policy_loss == "grpo" and "token_mean, logits" in str(case) for case in found)
 
 
 OWN_LOSSES = """
