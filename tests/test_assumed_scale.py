@@ -27,13 +27,7 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.policy_loss import policy_loss
 
 pytest.importorskip("triton")
-from test_row_kernels import (
-    IS_INTERPRETED,
-    REAL,
-    SMALL_GRADIENT,
-    few_lanes,
-    make_batch,
-)
+from test_row_kernels import IS_INTERPRETED, REAL, SMALL_GRADIENT, few_lanes, make_batch
 
 from megatron_rl.ops.rescale_triton import rescale
 

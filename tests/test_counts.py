@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.count import StepTotals, count_step, prompt_digest
 from megatron_rl.errors import DataError
-from megatron_rl.weights import (
-    loss_aggregation_names,
-    register_loss_aggregation,
-    regularizer_weights,
-    sample_token_weights,
-)
+from megatron_rl.weights import loss_aggregation_names, register_loss_aggregation, regularizer_weights, sample_token_weights
 
 # Step S: per-token losses (1, 2, 3, -). N = 4, P = 2, T = 7, M_a = 6, M_b = 1.
 S_LOSSES = [1, 2, 3, 0]

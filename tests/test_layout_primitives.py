@@ -15,14 +15,9 @@ from helpers import error_of, zigzag
 from trainer_cases import CP, PP, TP
 
 from megatron_rl.count import count_step
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
-from megatron_rl.layout.context_parallel import (
-    local_cu_seqlens,
-    local_positions,
-    padded_length,
-    response_spans,
-)
+from megatron_rl.layout.context_parallel import local_cu_seqlens, local_positions, padded_length, response_spans
 from megatron_rl.layout.groups import (
     SINGLE,
     ParallelGroups,
@@ -35,6 +30,7 @@ from megatron_rl.layout.groups import (
     resolve_group,
     resolve_groups,
     spread,
+    world_group,
 )
 from megatron_rl.testing.ranks import run_ranks
 
@@ -257,6 +253,8 @@ def test_work_of_one_process_has_its_own_error():
     assert on_all_ranks(lambda: 1) == [1]
     with pytest.raises(KeyError, match="no answer"):
         on_all_ranks(fails)
+    with pytest.raises(ConfigError, match="torch.distributed is not initialised"):
+        world_group()
 
 
 def test_a_models_own_groups_are_found_through_its_wrappers():

@@ -21,10 +21,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.ops.backends import vocab_shard
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.policy_loss import (
-    grpo_loss,
-    policy_loss,
-)
+from megatron_rl.policy_loss import grpo_loss, policy_loss
 
 BATCH = random_batch([5, 1, 9, 3])
 

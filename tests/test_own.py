@@ -14,18 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    CLIP,
-    EXACT,
-    Batch,
-    loop_entropy,
-    loop_log_probs,
-    names_forgotten,
-    random_batch,
-    run_loss,
-    with_gradient,
-    zigzag,
-)
+from helpers import CLIP, EXACT, Batch, loop_entropy, loop_log_probs, names_forgotten, random_batch, run_loss, with_gradient, zigzag
 from host_emulator import run_cases
 from host_steps import REDUCED_BY, REWARD, SEGMENTS, Case
 from host_steps import oracle as truth_of_step
