@@ -1,4 +1,4 @@
-"""Batches of hidden states for the fused head's tests, and a way to see what its matmuls got. It never calls the fused head."""
+"""Batches of hidden states for the fused head's tests, and ways to see what its matmuls got and which tensors a call makes."""
 
 from __future__ import annotations
 

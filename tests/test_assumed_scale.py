@@ -1,4 +1,4 @@
-"""A loss_scale that is assumed: the bits of a declared one where the guess was right, one rounding more where not, and no wait.
+"""A loss_scale that is assumed: the bits of a declared one where the guess was right, and one rounding more where not.
 
 Interpreted on a CPU, compiled on a GPU. The kernel that makes the gradient: tests/test_row_kernels.py.
 """

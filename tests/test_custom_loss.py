@@ -1,4 +1,4 @@
-"""hooks.custom_loss: what it communicates and reports, and what it refuses by name. tests/test_hosts.py has its steps."""
+"""hooks.custom_loss: what it leaves alone, and what it refuses by name. tests/test_hosts.py has its steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from host_steps import (
     GSPO,
     KEYS,
+    MASKED,
+    OPSM,
     PER_TOKEN,
     REPLAY,
     REWARD,
@@ -52,6 +54,22 @@ def test_reported_loss_does_not_share_memory_with_the_loss():
     with torch.no_grad():
         loss.mul_(100)
     assert float(metrics["loss"]) == kept != 0
+
+
+# Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
+ALL_KEYS = (
+    "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "
+    "tis_clipfrac tis_abs opsm_clipfrac"
+).split()
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [MASKED, MASKED]], ids=["normal", "all masked"])
+def test_metric_names_are_the_hosts_in_their_order(shapes):
+    everything = Case(settings=TIS | OPSM | TERMS, shapes=shapes, without=())
+    assert list(one(everything)[1]) == ALL_KEYS
+    slime = Case(host="slime", settings=TIS | OPSM | TERMS, shapes=shapes, without=())
+    assert list(one(slime)[1]) == [name for name in ALL_KEYS if name not in ("ess_ratio", "train_rollout_kl")]
+    assert list(one(Case(shapes=shapes), policy_metrics="none")[1]) == ["loss", "pg_loss", "entropy_loss"]
 
 
 def test_without_rollout_counts_a_sample_is_its_own_rollout():

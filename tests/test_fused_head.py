@@ -1,4 +1,4 @@
-"""The output layer replaced for a call: what it hands over, what is refused by name, and what the schedule does to the factor."""
+"""The output layer replaced for a call: what it hands over, what is refused by name, and when its weight gradient is there."""
 
 from __future__ import annotations
 

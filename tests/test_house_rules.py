@@ -1,5 +1,4 @@
-"""House rules that a source text can show, each with a snippet that breaks it, and the weight of a folder. Never executes what it
-reads."""
+"""House rules that a source text can show, each with a snippet that breaks it. Never executes what it reads."""
 
 from __future__ import annotations
 

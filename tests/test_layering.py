@@ -1,4 +1,4 @@
-"""The rooms of the package, their floors and rings, and the imports of each file, read from syntax trees: no file is run."""
+"""The rooms of the package, their floors and rings, and the imports of each file, read from syntax trees."""
 
 from __future__ import annotations
 

@@ -164,18 +164,6 @@ def test_masked_rows_and_padded_columns_have_no_gradient(temperature):
     assert not got[2][~mask].any()
 
 
-def test_only_what_requires_a_gradient_gets_one_and_a_retained_graph_gives_it_again():
-    hidden, weight, labels, c, _ = scored_operands()
-    want = by_autograd(hidden, weight, labels, c, None)[2:]
-    for leaf, expected in zip((hidden, weight), want, strict=True):
-        leaf.requires_grad_()
-        found = (c * linear_log_probs(hidden, weight, labels, temperature=TEMPERATURE)).sum()
-        first, second = (torch.autograd.grad(found, leaf, retain_graph=True)[0] for _ in range(2))
-        assert relative(first, expected) < 1e-14
-        assert torch.equal(first, second)
-        leaf.requires_grad_(False)
-
-
 def test_backward_multiplies_the_rows_that_have_a_coefficient_and_no_logits_are_kept():
     """Forward has one product of each row; backward three, of the rows that the loss reads."""
     hidden, weight, labels, _, _ = scored_operands(torch.float32)

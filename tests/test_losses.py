@@ -1,4 +1,4 @@
-"""What stops a step, what a loss refuses of its advantages, which bits nothing moves, and what the loss kernels are given.
+"""What stops a step, what a loss refuses of its advantages, which bits nothing moves, and the tensors that it may be given.
 
 test_generated_steps.py has values of whole steps, test_refused.py what is said of wrong arguments.
 """
@@ -148,7 +148,7 @@ def test_a_shard_without_a_real_column_is_refused_on_each_rank(call, columns, tp
     assert vocab_shard(columns, 1.0, None, tp_group).num_columns == columns
 
 
-# The loss kernels
+# Tensors of callers
 
 
 def run_of_odd_tensors(**changes) -> list[Tensor]:
