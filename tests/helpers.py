@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.layout.agreement import MESSAGE_BYTES
@@ -326,18 +325,3 @@ def run_in_children(*codes: str, first: str = "", **environment: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-class TorchOperations(TorchDispatchMode):
-    """Lists the operations that torch would launch a kernel of its own for: all but views and fresh memory."""
-
-    def __init__(self, names: list[str]):
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
-        name = str(function)
-        if not is_view and name.startswith("aten.") and "empty" not in name:
-            self.names.append(name.removeprefix("aten."))
-        return function(*args, **(kwargs or {}))

@@ -187,11 +187,6 @@ def test_the_trainers_own_parser_reads_a_line_and_the_check_at_start_judges_it(m
     assert all(row.text.startswith(text) for row, text in zip(rows, texts, strict=True))
 
 
-def test_a_line_of_nobody_asks_for_the_trainer():
-    [row] = launch.judge_line(["python", "mine.py"], None)
-    assert row.status == NOTE and "add --host, or start it with MEGATRON_RL_CHECK=1" in row.text
-
-
 # What is built of a checkout
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ from pages import fences
 from trainer_cases import TP, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.train.collection import SampledRollouts
 from megatron_rl.train.options import TrainOptions
@@ -38,7 +38,6 @@ from megatron_rl.train.rollouts import (
     split_into_steps,
 )
 from megatron_rl.train.tasks import BUILT_IN_TASKS, make_task
-from megatron_rl.train.user_tasks import CharacterVocabulary
 
 
 def make_sample(index: int, prompt_id: str = "p", **changes) -> Sample:
@@ -352,16 +351,6 @@ def test_each_epoch_visits_every_prompt_once_in_another_order(tmp_path):
     assert all(sorted(order) == list(range(30)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     assert len({prompt.prompt_id for epoch in epochs for prompt in epoch}) == 90
-
-
-def test_a_vocabulary_is_saved_and_compared_on_resume(tmp_path):
-    """Catches a changed prompts file under an old checkpoint, whose token ids would mean other characters."""
-    path, vocabulary = tmp_path / "vocabulary.json", CharacterVocabulary.from_texts(["ba", "\u00e9c"])
-    vocabulary.save(path)
-    assert json.loads(path.read_text()) == {"characters": "abc\u00e9", "end_token": 4}
-    vocabulary.check_saved(path)
-    with pytest.raises(ConfigError, match="holds the characters 'abc\u00e9', the prompts file has 'abcd'"):
-        CharacterVocabulary.from_texts(["abcd"]).check_saved(path)
 
 
 MALFORMED = [
