@@ -15,16 +15,14 @@ import re
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import counted_collectives, error_of, pool_of, set_global_args
-from host_emulator import make_host, micro_batch, trained_samples
-from host_steps import CONSTANT, CUSTOM_LOSS, GSPO, PER_TOKEN, REDUCED_BY, REDUCER, SHAPES, VOCAB_SIZE, Case, micro_batches
+from host_steps import CUSTOM_LOSS, REDUCER
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
@@ -405,67 +403,3 @@ def test_one_rank_of_those_that_have_the_loss_tells(pool):
     """Ranks 2 and 3 are the last stage, and 2 the first of its tensor-parallel ranks."""
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     assert pool.run(told_on_rank, **layout) == ["", "", "megatron_rl: careful\n", ""]
-
-
-# Two trainers
-
-
-def training(record: list, case: Case, is_guarded: bool, bad_step: int) -> Iterator[Namespace]:
-    """A trainer on an emulated host, which gives way to others before each call of its host. record: gets each loss, gradient and
-    error of its steps. bad_step: the step with an advantage that is not finite."""
-    host, args = make_host(case.host, {}), case.args()
-    samples, num_rollouts = trained_samples(host, args, case)
-    table = nn.Parameter(torch.cat([*(sample.logits for sample in samples), torch.zeros(1, VOCAB_SIZE)]).float())
-    optimizer, model = torch.optim.SGD([table], lr=0.5), make_model(args.calculate_per_token_loss)
-    parts = micro_batches(case, case.size)
-    for number in range(3):
-        yield args
-        optimizer.zero_grad()
-        if is_guarded:
-            before_train_step(args, 7, number, [model], optimizer, None)
-        for numbers in parts:
-            yield args
-            batch, logits = micro_batch(host, case, samples, numbers, table * 1)
-            if number == bad_step:
-                batch["advantages"][0][0] = math.inf
-            loss, _, log = host.loss_function(args, batch, logits, num_microbatches=len(parts), num_rollouts=num_rollouts)
-            loss.backward()
-            record += [loss.detach().clone(), log["values"]]
-        yield args
-        record += [table.grad.clone(), error_of(optimizer.step), table.detach().clone()]
-
-
-def play(*cases: tuple) -> list[list]:
-    """The records of trainers whose calls take turns. Each sets Megatron's arguments before its own, as each host's actor does."""
-    records: list[list] = [[] for _ in cases]
-    playing = [training(record, *case) for record, case in zip(records, cases, strict=True)]
-    arguments = {trainer: next(trainer) for trainer in playing}
-    while playing:
-        for trainer in [*playing]:
-            set_global_args(arguments[trainer])
-            if next(trainer, None) is None:
-                playing.remove(trainer)
-    return [[one.view(torch.int32).tolist() if isinstance(one, torch.Tensor) else one for one in record] for record in records]
-
-
-# (case, is guarded, the step with data that is not finite)
-REDUCED = Case(host="slime", settings=REDUCED_BY["reducer"] | CONSTANT, size=3)
-GUARDED = (REDUCED, True, 1)
-OTHERS = {
-    "another divisor, unguarded, its own bad step": (
-        replace(REDUCED, settings=REDUCED.settings | {"loss_aggregation_divisor": 7.0}, size=2),
-        *(False, 0),
-    ),
-    "tokens, slime, guarded": (replace(REDUCED, settings=REDUCED_BY["reducer"] | PER_TOKEN, shapes=SHAPES), True, 2),
-    "our loss of means, miles, unguarded": (Case(settings=GSPO, size=2), False, -1),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_trainers_that_take_turns_train_as_alone(other):
-    """Losses, metrics, gradients, parameters and errors, bit by bit: a divisor, a count or an armed guard of the other shows."""
-    alone = [record for case in (GUARDED, OTHERS[other]) for record in play(case)]
-    assert play(GUARDED, OTHERS[other]) == alone
-    errors = [[entry for entry in record if isinstance(entry, str)] for record in alone]
-    assert [bool(error) for error in errors[0]] == [False, True, False] and "rollout 7, step 1" in errors[0][1]
-    assert [bool(error) for error in errors[1]] == [number == 2 and other.startswith("tokens") for number in range(3)]

@@ -1,26 +1,19 @@
 """reward_post_process: what tests/test_hosts.py does not train: weights by hand where the host drops or masks samples, rewards
-normalised, refusals; and inside checkouts, whose own Samples, conversion and schedule of steps are used.
-
-MILES_ROOT=... SLIME_ROOT=... pytest -m host --require host tests/test_reward_weights.py
+normalised, refusals. tests/test_whole_host.py has the hosts' own normalisation, conversion and schedule of steps.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import math
-import random
-from argparse import Namespace
 from dataclasses import dataclass, field, replace
 
 import pytest
-from host_checkouts import load_checkout, own_train_data, roots_by_environment, silent_logging
 from host_steps import REDUCER, REWARD, RolloutSample, launch
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.rewards import reward_post_process
-from megatron_rl.testing.ranks import run_ranks
 
 DIVISOR = 8
 MODES = {
@@ -184,48 +177,3 @@ def test_what_cannot_be_weighted_is_refused(refused, message, allowed):
     with pytest.raises((ConfigError, DataError), match=message):
         refused.rewards()
     allowed.rewards()
-
-
-# In checkouts. tests/test_whole_host.py has the steps that the hosts make of weighted samples.
-
-ROOTS = roots_by_environment()
-
-
-def real_samples(host: str) -> list:
-    """The host's own Samples of four prompts with three rollouts each, some of several segments in miles; slime takes segments for
-    one large group. One is removed, one masked."""
-    kind, numbers = importlib.import_module(f"{host}.utils.types").Sample, random.Random(0)
-    sizes, samples = [1, 2, 1, 1, 1, 3, 2, 1, 1, 1, 1, 1] if host == "miles" else [1] * 12, []
-    for rollout, size in enumerate(sizes):
-        reward = numbers.gauss(0, 1)
-        for _ in range(size):
-            mask = [1, *(numbers.randrange(2) for _ in range(numbers.randrange(8)))]
-            tokens = {"tokens": [1] * (len(mask) + 3), "response_length": len(mask), "loss_mask": mask}
-            samples.append(kind(group_index=rollout // 3, index=len(samples), reward=reward, **tokens))
-            samples[-1].rollout_id = rollout if host == "miles" else None
-    samples[1].remove_sample = True
-    samples[2].loss_mask = [0] * samples[2].response_length
-    samples[-1].loss_mask = None
-    return samples
-
-
-def weighted_and_own_rewards(rank: int, host: str, by_deviation: bool) -> tuple[list, list]:
-    load_checkout(ROOTS[host])
-    options = {"n_samples_per_prompt": 3, "rollout_batch_size": 4, "global_batch_size": 12, "disable_rollout_trim_samples": False}
-    options |= {"grpo_std_normalization": by_deviation, "rollout_top_p": 1.0, **REDUCER, **REWARD}
-    ours = launch(host, "--loss-aggregation constant --loss-aggregation-divisor 1", **options)
-    theirs = Namespace(**{**vars(ours), "custom_reward_post_process_path": None})
-    with silent_logging():
-        found, plain = (own_train_data(host, args, real_samples(host)) for args in (ours, theirs))
-    assert found["raw_reward"] == plain["raw_reward"]
-    counts = [sum(mask) for mask in plain["loss_masks"]]
-    return found["rewards"], [reward * count for reward, count in zip(plain["rewards"], counts, strict=True)]
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("by_deviation", [True, False])
-@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
-def test_normalised_rewards_are_the_hosts_own(host, by_deviation):
-    """constant with a divisor of 1 and our reducer makes the weight m_i."""
-    ((found, expected),) = run_ranks(weighted_and_own_rewards, 1, host, by_deviation, use_megatron=False)
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

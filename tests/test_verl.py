@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
-import pickle
-import sys
 import types
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from adapter_cases import CORRECTIONS, LOSSES, TOLERANCE, Call, RowCase, Step, check_kl, emulated, rollout_cases
+from adapter_cases import CORRECTIONS, LOSSES, TOLERANCE, Call, RowCase, Step, check_kl, rollout_cases
 from forked import in_fork
 from helpers import names_forgotten
 from host_checkouts import VERL
@@ -174,20 +171,6 @@ def test_verls_own_check_ends_a_launch_with_a_problem_and_each_one_that_is_only_
         checks.validate_config(whole_config({}), use_critic=True)
     assert ended.value.code == 0 and asked == [False, True]
     assert capsys.readouterr().err.startswith("megatron_rl: loss_mode=megatron_rl.grpo.token_mean in verl | clip 0.2/0.2")
-
-
-def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(monkeypatch):
-    """A loss that is declared later has its own there without a list; a worker gets the object pickled."""
-    code = "import dataclasses\nPolicyLossConfig = dataclasses.make_dataclass('PolicyLossConfig', [('loss_mode', str, 'vanilla')])"
-    for name, module in emulated(code, "verl.workers.config").items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "megatron_rl.hosts.verl_config", None)  # what is imported next is gone after the test
-    del sys.modules["megatron_rl.hosts.verl_config"]
-    made = importlib.import_module("megatron_rl.hosts.verl_config")
-    fields = {one.name for one in dataclasses.fields(made.PolicyLoss)}
-    assert {"vespo_power_negative", "importance_correction"} <= fields and "clip_ratio_c" not in fields
-    chosen = pickle.loads(pickle.dumps(made.PolicyLoss(loss_mode="megatron_rl.vespo.token_mean", vespo_power_negative=2.0)))
-    assert chosen.vespo_power_negative == 2.0 and chosen.vespo_decay_negative is None
 
 
 # verl's own code
