@@ -94,14 +94,6 @@ def test_each_other_loss_by_name_is_exact(adapter, request):
 
 
 @of_each_host
-def test_a_step_of_one_sample_is_exact(adapter):
-    case = RowCase(loss="grpo", aggregation="sample_mean", num_samples=1)
-    (sample,), log_probs = samples_of(case)
-    step = adapter.step(case, [replace(sample, loss_mask=[1] * len(sample.loss_mask))], log_probs)
-    assert adapter.error(case, step) <= TOLERANCE
-
-
-@of_each_host
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_masked_values_change_nothing(adapter, poison):
     """Neither our loss, nor the host's terms beside it, nor a metric."""

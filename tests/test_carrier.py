@@ -62,7 +62,6 @@ from megatron_rl.hosts.contract import OWN
 from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.heads.carrier import Carrier, carried, carry
 from megatron_rl.hosts.heads.placed_head import place_head, take_over
-from megatron_rl.hosts.heads.skipped_log_probs import unknown_log_probs
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.layout.groups import SINGLE, resolve_groups
@@ -535,21 +534,3 @@ def test_the_forward_is_left_out_of_the_runs_that_ask_for_it(pool):
     assert "this rollout is 3 optimiser steps, and from the second on" in found["three steps"]
     assert "make a rollout one step (--num-steps-per-rollout 1), or remove --skip-old-log-probs" in found["three steps"]
     assert "the rollout brings log_probs of its own, which would be ignored; remove --skip-old-log-probs" in found["its own"]
-
-
-def lengths_on_rank(rank: int, layout: str) -> tuple[list[int], list[int]]:
-    cp, case = resolve_groups().cp, Case(layout)
-    longest = -(-max(sample.total for sample in case.samples()) // 4) * 4
-    data = rollout_of(case) | {"max_seq_lens": [longest] * len(case.shapes) if layout == "bshd" else None}
-    batch = host_batch(case, case.samples(), case.samples(), cp.rank(), cp.size())
-    found = unknown_log_probs(data)
-    assert all(values.dtype == torch.float32 and values.isnan().all() for values in found)
-    return [len(values) for values in found], [len(values) for values in batch["log_probs"]]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("layout", ["thd", "bshd"])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_lengths_are_those_of_the_ranks_own_tokens(pool, cp_size, layout):
-    for found, expected in pool.run(lengths_on_rank, layout, world_size=cp_size, context_parallel_size=cp_size):
-        assert found == expected

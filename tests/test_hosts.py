@@ -218,28 +218,6 @@ def test_a_checkout_reduces_its_own_rows_with_our_weights(checkouts, layout, est
     assert_all_are_the_dense_step((checkouts, ROOTS), cases, 2, *((1, 1) if layout == "bshd" else (2, 1)))
 
 
-TRITON = {"policy_loss_backend": "triton"}
-OF_TRITON = Case(settings=TRITON | CONSTANT, size=3)
-# The gradient is written over the logits, but for the last two, which read them again.
-IN_TRITON = {
-    "constant": OF_TRITON,
-    "per token": replace(OF_TRITON, host="slime", settings=TRITON | PER_TOKEN, shapes=SHAPES, size=1),
-    "gspo bshd": replace(OF_TRITON, layout="bshd", settings=OF_TRITON.settings | GSPO, size=0),
-    "recomputed": replace(OF_TRITON, settings=OF_TRITON.settings | {"recompute_loss_function": True}, size=0),
-    "allgather": replace(OF_TRITON, host="slime", layout="allgather"),
-}
-
-
-@pytest.mark.kernel
-@pytest.mark.interpreter
-@pytest.mark.megatron
-def test_our_loss_in_triton_trains_the_dense_step(hosts):
-    """The host's factor is not known to the loss: a first micro-batch that assumes 1 has the others' gradient."""
-    pytest.importorskip("triton")
-    # A kernel's exponentials are off by 2^-22.
-    assert_all_are_the_dense_step(hosts, IN_TRITON, 2, 2, tolerance=2 * EXACT)
-
-
 ACTING = {"use_tis", "use_opsm", "importance_correction", "policy_loss"}
 CORRECTED = [name for name, case in CASES.items() if ACTING & {*case.settings}]
 

@@ -67,19 +67,6 @@ def test_the_entrypoint_counts_trajectories_of_several_rows():
         assert (code, out) == (0, f"trains {told} {len(skyrl.losses())}{own}\n"), error
 
 
-def test_another_trainer_of_skyrl_is_refused_before_ray_starts():
-    def work() -> int:
-        modules = cases.emulated_skyrl(*STEP_WISE)
-        del modules[skyrl_driver.TRAINER].RayPPOTrainer._normalize_advantages
-        sys.modules.update(modules)
-        sys.argv[1:] = ["trainer.algorithm.policy_loss_type=megatron_rl.grpo", "trainer.algorithm.loss_reduction=sequence_mean"]
-        skyrl.main()
-        return 0
-
-    code, out, error = forked(work)
-    assert (code, out) == (1, "") and "RayPPOTrainer._normalize_advantages is missing, and NovaSky-AI/SkyRL" in error
-
-
 def test_trajectories_by_hand():
     """Rows of 1, 5, 3 and 0 tokens of two trajectories and one without a token; the weights over those of rows."""
     assert skyrl_driver.trajectories_of([False, True, True, True]) == [0, 0, 1, 2]
