@@ -263,11 +263,6 @@ MODELS = {
         *({}, {"calculate_per_token_loss": True}),
         ["is False in the arguments and True in the model's config.*add it, or set --context-parallel-size 1"],
     ),
-    "losses of the model that the contract would rescale": (
-        {"calculate_per_token_loss": True, "enable_mtp_training": True, "context_parallel_size": 2},
-        {"num_moe_experts": 8, "moe_aux_loss_coeff": 0.001, "mtp_num_layers": 1},
-        ["moe_aux_loss_coeff=0.001 of aux_loss does not go with", "mtp_num_layers=1 does not go with"],
-    ),
     "FB-102 random routers": (
         {},
         {"num_moe_experts": 8, "moe_input_jitter_eps": 0.01},

@@ -40,7 +40,6 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             "data, is_metrics = compute_rollout_correction_and_add_to_batch(data, rollout_corr_config)",
             'rollout_corr_config is not None and "rollout_log_probs" in data.batch and not bypass_recomputing_logprobs',
         ),
-        "verl/trainer/ppo/v1/utils.py": ("if adv_estimator != core_algos.AdvantageEstimator.GRPO:",),
         "verl/trainer/ppo/v1/agent_loop_tq.py": ('field["loss_mask"] = field["response_mask"]',),
         "verl/trainer/ppo/padding_utils.py": (
             "prompts = torch.full((1,), eos_token_id, dtype=torch.int64)",
@@ -66,14 +65,11 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             'batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)',
             "torch.distributed.all_reduce(to_reduce, group=dp_group)",
         ),
-        "nemo_rl/algorithms/loss/loss_functions.py": ('"curr_logprobs_unfiltered", curr_logprobs',),
         "nemo_rl/algorithms/grpo.py": (
             "loss_fn = ClippedPGLossFn(",
             "adv_estimator = _create_advantage_estimator(master_config)",
             "mask = token_mask * sample_mask.unsqueeze(-1)",
         ),
-        # Our head is placed in the model that a worker's __init__ leaves.
-        "nemo_rl/models/policy/workers/megatron_policy_worker.py": ("self.model = model_and_optimizer_state.model",),
         "examples/configs/grpo_math_1B.yaml": (
             "    top_p: 1.0\n    top_k: null\n",
             "      logprobs_mode: processed_logprobs\n",
@@ -101,7 +97,6 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             "if self.init_kl_coef > 0:",
             "elif self.adv_estimator in ['step_reinforce', \"gigpo\"]:",
         ),
-        "roll/utils/dynamic_batching.py": ("if total_tokens_in_mbs <= max_tokens_per_microbatch:",),
         "roll/configs/generating_args.py": (
             "top_p: Optional[float] = field(\n        default=0.7,",
             "top_k: Optional[int] = field(\n        default=50,",
@@ -111,8 +106,6 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
         "skyrl/train/utils/utils.py": ("assert cfg.trainer.train_batch_size % cfg.trainer.policy_mini_batch_size == 0,",),
         "skyrl/train/config/config.py": (
             *("train_batch_size: int = 1024", "policy_mini_batch_size: int = 256"),
-            *("    step_wise_trajectories: bool = False\n", "    engine_init_kwargs: Dict[str, Any] = field("),
-            *("    inference_engine: InferenceEngineConfig = field(", "    sampling_params: SamplingParams = field("),
             *("    top_p: float = 1.0\n", "    min_p: float = 0.0\n", "    top_k: int = -1\n"),
         ),
         "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py": (
@@ -120,10 +113,6 @@ LINES: dict[str, dict[str, tuple[str, ...]]] = {
             "policy_loss * grad_sum_correction_factor",
             "rollout_logprobs=rollout_action_logprobs",
         ),
-        "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py": (
-            "grad_input[local_indices[local_rank_mask]] = grad_output[local_rank_mask]",
-        ),
-        "skyrl/backends/skyrl_train/workers/worker_utils.py": ("bin_capacity=self._max_tokens_per_microbatch",),
     },
     "miles": {
         "miles/utils/arguments.py": ('"--rollout-top-p", type=float, default=1.0', '"--rollout-top-k", type=int, default=-1')

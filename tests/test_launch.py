@@ -18,14 +18,12 @@ import pytest
 from adapter_cases import emulated
 from forked import forked
 from host_emulator import load_function
-from host_steps import ICEPOP_OF
 from host_steps import REDUCER as OF_REDUCER
 from refused_hosts import (
     ALLOWED_LAUNCHES,
     ALLOWED_SAMPLERS,
     CUSTOM_TIS,
     KL,
-    MILES,
     OUR_LOSS,
     PROMPT_MEAN,
     REFUSED_LAUNCHES,
@@ -248,15 +246,6 @@ def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, mea
     [
         ({"use_tis": True}, {"importance_correction": "tis", "importance_correction_low": 0.0, "importance_correction_high": 2.0}),
         ({"use_tis": True, "importance_correction_high": "3"}, {"importance_correction_high": 3.0}),
-        (
-            {
-                **MILES,
-                "use_tis": True,
-                "custom_tis_function_path": ICEPOP_OF["miles"].replace(".icepop", ":icepop"),
-                "tis_clip": 5.0,
-            },
-            {"importance_correction": "icepop", "importance_correction_low": 0.0, "importance_correction_high": 5.0},
-        ),
         ({"use_opsm": True, "off_policy_sequence_delta": 0.1}, {"off_policy_sequence_delta": 0.1}),
         ({**KL, "kl_estimator": "k3+"}, {"kl_estimator": "k3+"}),
         ({**KL, "kl_loss_coef": 0.0, "kl_loss_type": "k2"}, {"kl_estimator": "k3"}),
