@@ -185,7 +185,6 @@ def own_part(values: Tensor, cp_rank: int, cp_size: int) -> Tensor:  # [length]
 
 
 def too_large(found: Mapping[str, float]) -> dict[str, float]:
-    """The cases whose error is too large."""
     return {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 
@@ -283,7 +282,6 @@ class Adapter:
         return case.cp / num_microbatches / (case.dp * case.cp)
 
     def given_numbers(self, case: RowCase) -> dict[str, Any]:
-        """What a launch types of the numbers of a loss."""
         values = [*(CLIPS[case.loss] or (None, None)), *parameters_of(case).values()]
         found = dict(zip(self.numbers, values, strict=False))
         if get_loss_aggregation(case.aggregation).takes_divisor:
@@ -354,16 +352,13 @@ class Adapter:
         return loss, gradients
 
     def error(self, case: RowCase, step: Step | None = None, **by: Any) -> float:
-        """by: of `run`."""
         step = step or self.step(case)
         return largest_error(self.run(case, step, **by), *self.truth(case, step))
 
     def errors(self, cases: Sequence[RowCase], pool: Callable[[], Any]) -> dict[str, float]:
-        """pool: makes the RankPool of num_ranks processes."""
         return {str(case): self.error(case) for case in cases}
 
     def below(self, case: RowCase) -> Step:
-        """The step of a sampler SAMPLER_GAP below."""
         samples, log_probs = samples_of(case)
         gaps = [[value - SAMPLER_GAP for value in sample.old_log_probs or []] for sample in samples]
         return self.step(case, [replace(one, rollout_log_probs=gap) for one, gap in zip(samples, gaps, strict=True)], log_probs)

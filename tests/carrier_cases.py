@@ -53,7 +53,6 @@ class Found:
 
 
 def results(answers: list[list[Found]]) -> list[StepResult]:
-    """The whole steps from all ranks' parts."""
     return [merged([answer[number].step for answer in answers]) for number in range(len(answers[0]))]
 
 

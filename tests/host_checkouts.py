@@ -68,7 +68,6 @@ class StubModule(types.ModuleType):
 
 
 def unchanged(*decorated, **options):
-    """For @remote and @remote(num_cpus=1)."""
     return decorated[0] if decorated else unchanged
 
 
@@ -145,7 +144,6 @@ class RealHost:
         return self.metrics_module.aggregate_train_losses(logs, None if args.calculate_per_token_loss else num_rollouts)
 
     def train_data(self, args: Namespace, samples: list) -> dict[str, list]:
-        """Through the host's own Sample, hook loader and conversion."""
         kind = importlib.import_module(f"{self.host}.utils.types").Sample
         names = "group_index index response_length reward tokens loss_mask rollout_id remove_sample".split()
         samples = [kind(**{name: vars(sample)[name] for name in names}) for sample in samples]
@@ -169,7 +167,6 @@ def own_train_data(host: str, args: Namespace, samples: list) -> dict:
 
 @contextlib.contextmanager
 def silent_logging():
-    """The hosts warn of what is not installed."""
 
     logging.disable(logging.WARNING)
     try:

@@ -230,7 +230,6 @@ def micro_batch(host, case: Case, samples: list[Sample], numbers: list[int], tab
 
 
 def trained_data(host, args: Namespace, case: Case) -> dict[str, list]:
-    """What the rollout process makes of the samples."""
     return host.train_data(args, [rollout_sample(number, one, case) for number, one in enumerate(case.samples())])
 
 

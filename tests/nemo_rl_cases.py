@@ -129,7 +129,6 @@ class NemoRL(Adapter):
         }
 
     def loss_settings(self, case: RowCase) -> dict[str, Any]:
-        """What a launch line sets of loss_fn."""
         loss = {"megatron_rl": f"{case.loss}.{case.aggregation}", "reference_policy_kl_penalty": 0.0}
         return loss | self.given_numbers(case)
 

@@ -115,7 +115,6 @@ class Strategy:
         return self.forward_step(self, loss_func, data_iterator, model)
 
     def train_step(self, batch: Data, loss_func):
-        """batch: of this data-parallel rank."""
         keys = [key for key in ("response_mask", "final_response_mask") if key in batch.batch]
         masks = {key: batch.batch[key][:, 1:] if key == "response_mask" else batch.batch[key] for key in keys}
         tokens = {key: all_reduce_sum(mask.sum(), self.groups.dp) for key, mask in masks.items()}
@@ -273,7 +272,6 @@ ADAPTER = Roll()
 
 
 def results_on_rank(rank: int, cases: Sequence[RowCase], forward_step: Callable[..., Any] = emulated_forward_step) -> list[Result]:
-    """Of each case this rank's part."""
     return [ADAPTER.run(case, ADAPTER.step(case), forward_step=forward_step) for case in cases]
 
 
@@ -295,6 +293,5 @@ def truth_of(case: RowCase) -> tuple[float, list[Tensor]]:
 
 
 def added_up(parts: Sequence[Result]) -> Result:
-    """The results of all ranks together."""
     gradients = [torch.stack(of_leaf).sum(0) for of_leaf in zip(*(part.gradients for part in parts), strict=True)]
     return Result(sum(part.loss for part in parts), gradients, [log for part in parts for log in part.metrics])

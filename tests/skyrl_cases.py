@@ -73,7 +73,6 @@ def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", 
 
 
 def correction(bound: float) -> dict[str, SimpleNamespace]:
-    """SkyRL's own, of tokens."""
     return {"off_policy_correction": SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=bound)}
 
 
@@ -142,7 +141,6 @@ class SkyRL(Adapter):
     numbers = ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "max_seq_len")
 
     def __init__(self, scale: Scale = emulated_scale):
-        """scale: of the driver."""
         self.scale = scale
 
     def install(self, monkeypatch):

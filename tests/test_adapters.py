@@ -52,7 +52,6 @@ on_ranks = pytest.mark.parametrize(
 
 @pytest.fixture
 def adapter(request, monkeypatch) -> Iterator[Adapter]:
-    """With the modules of its host."""
     with monkeypatch.context() as patch:
         request.param.install(patch)
         yield request.param

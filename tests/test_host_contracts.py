@@ -161,7 +161,7 @@ def test_every_option_that_is_a_switch_there_is_one_here(host):
 
 # The hosts' flags in our loss, against their own loss. tests/test_hosts.py has the float64 truth.
 
-EXACT, DIFFERENT, ACTS = 1e-6, 1e-3, 1e-3  # relative to the largest gradient of float32
+EXACT, ACTS = 1e-6, 1e-3  # relative to the largest gradient of float32
 GSPO, CISPO = {"advantage_estimator": "gspo"}, {"advantage_estimator": "cispo"}
 SAMPLER = {"use_opsm": True, "opsm_delta": 0.05, "use_rollout_logprobs": True}
 LOW_VAR, UNBIASED = {"kl_loss_type": "low_var_kl"}, {"use_unbiased_kl": True}
@@ -185,13 +185,6 @@ FLAGS: dict[str, dict] = {
     "cispo without a lower bound, tis": {"eps_clip": 5.0} | TIS | CISPO,
     **{f"dual clip, {loss}": {"eps_clip_c": 1.02, "advantage_estimator": loss} for loss in ("grpo", "gspo")},
 }
-# The host means something else, and a line at start says so.
-UNLIKE: dict[str, dict] = {
-    "OPSM of log-probabilities that the trainer recomputes": {"use_opsm": True, "opsm_delta": 0.005},
-    f"low_var_kl {BEYOND}": LOW_VAR,
-    f"unbiased {BEYOND}": LOW_VAR | UNBIASED,
-    "unbiased k1": {"kl_loss_type": "k1"} | UNBIASED,
-}
 
 
 def case_of(host: str, name: str, settings: dict) -> Case:
@@ -211,7 +204,7 @@ def without_flags(case: Case) -> Case:
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_flag_of_the_host_has_its_meaning_in_our_loss(pool, host):
     """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators."""
-    rows = {name: case_of(host, name, settings) for name, settings in (FLAGS | UNLIKE).items()}
+    rows = {name: case_of(host, name, settings) for name, settings in FLAGS.items()}
     rows = {name: case for name, case in rows.items() if host == "slime" or "cispo" not in name}  # miles has none
     own_losses = [replace(case, settings=case.settings | OWN_LOSS) for case in rows.values()]
     cases = [*rows.values(), *own_losses, *map(without_flags, rows.values())]
@@ -222,9 +215,6 @@ def test_a_flag_of_the_host_has_its_meaning_in_our_loss(pool, host):
         largest = own.gradient.abs().max()
         assert float((ours.gradient - plain.gradient).abs().max() / largest) > ACTS, f"{name}: the flag has to act"
         gap = float((own.gradient - ours.gradient).abs().max() / largest)
-        if name in UNLIKE:
-            assert gap > DIFFERENT, f"{name}: the host's own loss means the same, and the warning at start says that it does not"
-            continue
         assert gap <= 2 * EXACT, name
         assert ours.loss == pytest.approx(own.loss, rel=2 * EXACT, abs=2e-7), name
         assert list(ours.metrics) == list(own.metrics), name

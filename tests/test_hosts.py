@@ -146,7 +146,6 @@ def assert_is_the_dense_step(name: str, case: Case, by_rank: list[StepResult | s
 
 
 def dealt(case: Case, dp: int) -> list[int]:
-    """The number of samples of each data-parallel rank."""
     return [len(range(rank, len(case.shapes), dp)) for rank in range(dp)]
 
 

@@ -40,8 +40,6 @@ def step_s(**fields: list) -> list[RolloutSample]:
 
 @dataclass
 class Rollouts:
-    """A call of the hook."""
-
     samples: list[RolloutSample]
     host: str = "miles"
     mode: str = "prompt_mean"
@@ -153,6 +151,8 @@ REFUSED = {
     # Samples that cannot be weighted.
     "FB-17 no prompt": (Rollouts(groups(1, None, 2, 2)), r"1 of 4 .* no group_index \(the first is sample 1\)", S),
     "FB-17 part of a group": (Rollouts(groups(1, 2, 2, 3)), "prompt 1 has 1 of samples_per_prompt=2", Rollouts(groups(1, 2, 2, 1))),
+    "too many": (Rollouts(groups(1, 1, 1, 2)), "prompt 1 has 3 samples", S),
+    "a mask of another length": (Rollouts([RolloutSample(1, 0, 2, loss_mask=[1])]), "mask of 1 for a response_length of 2", S),
     "FB-07 too few rollouts": (Rollouts(groups(1, 1, 2)), "3 rollouts do not fill one step", S),
     "FB-11 a rollout of two prompts": (
         *(Rollouts(groups(1, 1, 2, 2, rollout_id=[1, 2, 1, 2])), r"rollout 1 has samples of the prompt groups \['1', '2'\]"),

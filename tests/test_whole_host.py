@@ -190,7 +190,7 @@ def load_weights(model: list, optimizer: Any, *others: Any, **options: Any) -> t
 
 
 class WholeHost:
-    """A host's training process, of one rank."""
+    """A host's training process, of one rank. start: (the actor, the rollout that it begins with)."""
 
     name: str
     model_module: str
@@ -234,16 +234,6 @@ class WholeHost:
         for rollout in range(first, args.num_rollout):
             self.train_on(actor, manager, rollout)
         return named_shards(find_gpt_model(actor.model[0]), lambda parameter: parameter.detach()), self.steps
-
-    def start(self, args: Namespace) -> tuple[Any, int]:
-        """The actor, and the rollout that it begins with."""
-        raise NotImplementedError
-
-    def manager(self, args: Namespace) -> Any:
-        raise NotImplementedError
-
-    def train_on(self, actor: Any, manager: Any, rollout: int) -> None:
-        raise NotImplementedError
 
 
 class Slime(WholeHost):
