@@ -106,8 +106,8 @@ def check_teacher(teacher: object, shape: tuple[int, ...], vocab_size: int, loss
             raise DataError(
                 f"the teacher's top K of row {row} has ids outside of [0, {vocab_size}), an id twice, or log-probabilities that "
                 f"are above 0, NaN or sum to more than 1: ids {teacher.ids[row].tolist()}, log_probs "
-                f"{teacher.log_probs[row].tolist()}; mask "
-                "the row, or ask the teacher for normalised log-probabilities of the student's tokenizer"
+                f"{teacher.log_probs[row].tolist()}; mask the row, or ask the teacher for normalised log-probabilities of the "
+                "policy's tokenizer"
             )
 
 
@@ -159,7 +159,7 @@ class DistributionTerm:
         rows: slice | Tensor,  # [n] of T
         result: RowResult,  # [n] of these logits
     ) -> None:
-        """Sets `values` of these rows. Communication over tp: one all-gather of [n, 3] with top K, else of [n] and of [n, 2]."""
+        """Sets `values` of these rows. Communication over tp: one all-gather of [n, 3], without top K one of [n] before."""
         if not isinstance(self.teacher, TopKTeacher):
             local = torch.zeros_like(result.total)
             for block in self._blocks(logits):
