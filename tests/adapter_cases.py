@@ -452,11 +452,9 @@ def bounds(high: float, low: float | None = None) -> dict[str, float]:
 CORRECTIONS: tuple[tuple[Mapping[str, Any], float], ...] = (
     (TIS, math.exp(SAMPLER_GAP)),
     (TIS | bounds(1.05), 1.05),
-    (TIS | OF_SEQUENCES | bounds(2), math.exp(SAMPLER_GAP)),
     (TIS | OF_SEQUENCES | bounds(1.05), 1.05),
     (ICEPOP | bounds(1.05, 0.5), 0.0),
     (MASK | bounds(1.2, 0.5), 1.0),
-    (MASK | bounds(1.05, 0.5), 0.0),
     (MASK | OF_SEQUENCES | bounds(1.05, 0.5), 0.0),
     ({"off_policy_sequence_delta": 10.0}, 1.0),
 )

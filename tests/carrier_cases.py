@@ -46,14 +46,8 @@ class HostStep:
     factor_of_head: float = 20.0  # factor of the head's weight: at its first values each token is as likely as any other
 
 
-@dataclass(frozen=True)
-class Found:
-    step: RankStep
-    most_rows: int  # of any tensor with as many columns as this rank's logits
-
-
-def results(answers: list[list[Found]]) -> list[StepResult]:
-    return [merged([answer[number].step for answer in answers]) for number in range(len(answers[0]))]
+def results(answers: list[list[tuple[RankStep, int]]]) -> list[StepResult]:
+    return [merged([answer[number][0] for answer in answers]) for number in range(len(answers[0]))]
 
 
 def host_args(step: HostStep) -> Namespace:
@@ -136,7 +130,8 @@ def emulated_host(host: Host, **sources: str) -> dict[str, ModuleType]:
     return modules
 
 
-def found_on_rank(rank: int, steps: list[HostStep]) -> list[Found]:
+def found_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[RankStep, int]]:
+    """Of each step this rank's part, and the most rows of any tensor with as many columns as its logits."""
     found = []
     for step in steps:
         args = host_args(step)
@@ -148,7 +143,7 @@ def found_on_rank(rank: int, steps: list[HostStep]) -> list[Found]:
         metrics = emulated(args).reduce_metrics(logs, args, num_rollouts=step.case.num_rollouts) if logs else {}
         loss = broadcast_from_last(torch.tensor(metrics.get("loss", 0.0)), resolve_groups().pp)
         rank_step = RankStep(float(loss), [named_shards(model) for model in models], None, metrics, metrics)
-        found.append(Found(rank_step, most_rows(seen)))
+        found.append((rank_step, most_rows(seen)))
     return found
 
 

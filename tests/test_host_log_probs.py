@@ -263,9 +263,6 @@ def heads_on_a_rank(rank: int, tp: int):
     if tp > 1:
         with pytest.raises(ConfigError, match="use_fused_kernels on several tp ranks without sequence parallelism: .*=False"):
             fused.linear_cross_entropy(hidden.clone().requires_grad_() * 1, of_rank, labels, TEMPERATURE, "none", group)
-        with torch.no_grad():  # for old log-probabilities the parts of a gradient are no question
-            again, _ = fused.linear_cross_entropy(hidden, of_rank, labels, TEMPERATURE, "none", group)
-        assert torch.equal(again, found["verl"][0][0])
     return found, entropy.flatten(), max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
 
 

@@ -50,12 +50,10 @@ def parse_args(add_custom_arguments=None):
     parser = ArgumentParser(allow_abbrev=False)
     if add_custom_arguments is not None:
         parser = add_custom_arguments(parser)
-    parser.add_argument("--rollout-batch-size", type=int, default=4)
     parser.add_argument("--advantage-estimator", default="grpo")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--custom-pg-loss-reducer-function-path", default=None)
     parser.add_argument("--custom-megatron-init-path", default=None)
-    parser.add_argument("--custom-reward-post-process-path", default=None)
     return parser.{parse}
 """
 SCRIPT = """
@@ -129,12 +127,6 @@ def test_the_script_runs_as_itself_with_our_flags_in_its_parser_or_is_refused(tm
     assert found == code and re.search(out, printed, re.DOTALL) and re.search(error, said, re.DOTALL) and "Traceback" not in said
 
 
-def test_errors_of_the_script_are_its_own(tmp_path):
-    script = "from megatron_rl.errors import ConfigError\nimport miles\nraise ConfigError('of the script')"
-    code, _, error = launched(tmp_path, "train.py", name="miles", script=script)
-    assert code == 1 and error.endswith("ConfigError: of the script\n")
-
-
 def test_a_check_says_what_would_train_and_ends_before_the_script_goes_on(tmp_path, monkeypatch):
     """MEGATRON_RL_CHECK: the host's own parser and our check, and no run."""
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
@@ -166,11 +158,8 @@ def test_the_clip_of_a_loss_is_typed_in_the_hosts_flags_and_a_refused_setting_is
 
 SETTINGS = {
     "loss_aggregation": "prompt_mean",
-    "policy_metrics": "none",
     "samples_per_prompt": 8,
-    "allow_partial_prompt_groups": True,
     "clip_ratio_low": 1e-05,
-    "clip_ratio_high": 4e-4,
     "loss_aggregation_divisor": 1e16,
     "watchdog": "off",
     "policy_loss": 'my."module".fünction: #1',

@@ -186,7 +186,6 @@ CONFIGS = {
     "tis without a coefficient, which truncates nothing": ([], CORRECTED, correction("tis", math.exp(20))),
     "a bound of ours": (["--importance-correction-high", "4"], CORRECTED, correction("tis", 4.0)),
     "a sampler's default scores, which are raw": ([], TOP_P, correction("tis", math.exp(20))),
-    "a sampler that keeps all": ([], {**TOP_P, **SCORES_KEPT, "rl_default_top_p": 0.0}, correction("tis", math.exp(20))),
     # The group size is train_rl's own: accepting cut groups needs no --samples-per-prompt, which rows of turns would break.
     "one step a collection": (PROMPT_MEAN, {**COLLECTION, "global_batch_size": 256}, {"samples_per_prompt": None}),
     "cut groups accepted": (PROMPT_MEAN + PARTIAL, {**COLLECTION, "global_batch_size": 100}, {"samples_per_prompt": None}),
