@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import os
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import float32
 from linear_cases import VOCAB_SIZE, head_batch
+from test_golden_losses import functions_of, source_of
 from torch import Tensor
 
 from megatron_rl import DistillationSettings, HeadTeacher, LogitsTeacher, TopKTeacher, linear_policy_loss
@@ -56,7 +60,7 @@ def test_values_and_gradients_are_those_by_hand(name, ids, dtype, tolerance):
 
 
 def test_a_policy_with_more_mass_in_the_top_k_than_the_teacher_has_a_positive_value():
-    """Without the tail it is -0.230347179, and a clamp at 0 would take its gradient (verl #7856)."""
+    """FB-132: without the tail it is -0.230347179, and a clamp at 0 would take its gradient."""
     policy, teacher = (torch.tensor([x], dtype=torch.float64) for x in ([-3.0, 2.5, -3.0, 1.4, -3.0], TEACHER))
     value, gradient = divergence(policy, top(teacher, TOP_2), "forward_kl")
     assert float(value) == pytest.approx(0.731340921, abs=1e-9) and gradient.abs().max() > 0.1
@@ -163,3 +167,62 @@ def test_bad_ids_on_a_gpu_are_counted(monkeypatch):
             distillation=DistillationSettings(),
             teacher=TopKTeacher(ids, torch.full((4, 2), -1.0)),
         )
+
+
+# What peers compute, by their own functions from checkouts named by VERL_ROOT and NEMO_RL_ROOT. They compute in float32.
+NEAR = ROWS / 3
+
+
+def by_verl(policy: Tensor, teacher: TopKTeacher) -> Tensor:
+    """Of each row the sum over K of q (log q - log p), before their clamp at 0."""
+    of_one_rank = {"F": torch.nn.functional, "get_ulysses_sequence_parallel_world_size": lambda: 1}
+    tree = source_of("VERL_ROOT", "verl/trainer/distillation/fsdp/losses.py")
+    found = functions_of(tree, "compute_forward_kl_topk", "kl_divergence", **of_one_rank)
+    log_probs, ids = (torch.nested.nested_tensor([x], layout=torch.jagged) for x in (teacher.log_probs, teacher.ids))
+    config = types.SimpleNamespace(distillation_loss=types.SimpleNamespace(log_prob_min_clamp=None))
+    return found.compute_forward_kl_topk(policy[None], log_probs, ids, config, "thd")["distillation_losses"][0]
+
+
+def by_nemo(kind: str, policy: Tensor, teacher: TopKTeacher) -> Tensor:
+    """The sum over the rows. They renormalise p and q over K."""
+    rows = [torch.cat([x, x[:1]])[None] for x in (policy, teacher.log_probs, teacher.ids)]  # they drop the last one
+    name = "get_distillation_topk_logprobs_from_logits"
+    topk = functions_of(source_of("NEMO_RL_ROOT", "nemo_rl/distributed/model_utils.py"), name)
+    log_p, log_q, _ = vars(topk)[name](*rows, zero_outside_topk=False, calculate_entropy=False)
+    tree = source_of("NEMO_RL_ROOT", "nemo_rl/algorithms/loss/loss_functions.py")
+    loss = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "DistillationLossFn")
+    of_loss = types.SimpleNamespace(kl_type=kind, zero_outside_topk=False, mixed_kl_weight=0.5)
+    call = vars(functions_of(ast.Module([loss], []), "__call__"))["__call__"]
+    return call(of_loss, log_p, log_q, None, {"input_ids": log_p}, None, None)[0] * len(policy)
+
+
+def needs(variable: str):
+    return pytest.mark.skipif(not os.environ.get(variable), reason=f"needs {variable}, the root of a checkout")
+
+
+@needs("VERL_ROOT")
+@pytest.mark.parametrize("count", [3, 12])
+def test_the_forward_kl_is_verls_sum_and_the_tail(count):
+    """verl has no tail; with all ids none is missing."""
+    policy, teacher = NEAR[0].clone().requires_grad_(), top(NEAR[1], NEAR[1].topk(count).indices)
+    wanted = by_verl(policy, teacher)
+    if count < 12:
+        q, p = (1 - x.sum(-1) for x in (teacher.log_probs.exp(), policy.softmax(-1).gather(1, teacher.ids)))
+        wanted = wanted + q * (q / p).log()
+    value, gradient = divergence(NEAR[0], teacher, "forward_kl")
+    torch.testing.assert_close(value, wanted.detach().double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted.sum(), policy)[0].double(), rtol=0, atol=1e-6)
+
+
+@needs("NEMO_RL_ROOT")
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+@pytest.mark.parametrize("count", [3, 12])
+def test_the_kl_is_nemo_rls_over_a_vocabulary_of_its_top_k(kind, count):
+    """NeMo-RL asks for logits and renormalises: what it compares is our divergence of a policy that has no other ids."""
+    ids = NEAR[1].topk(count).indices
+    policy, teacher = (logits.gather(1, ids) for logits in NEAR)
+    leaf, own = policy.clone().requires_grad_(), torch.arange(count).expand_as(ids)
+    wanted = by_nemo(kind, leaf, TopKTeacher(own, teacher))
+    value, gradient = divergence(policy, LogitsTeacher(teacher), f"{kind}_kl")
+    torch.testing.assert_close(value.sum(), wanted.detach().double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted, leaf)[0].double(), rtol=0, atol=1e-6)

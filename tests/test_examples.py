@@ -1,13 +1,14 @@
 """What is under examples/: a launch script, weights of tokens against their formulas, losses of trainers against a dense step.
 
 examples/trl_trainer.py and examples/prime_rl_loss.py run on stand-ins of their trainers: two processes of two micro-batches each,
-and the log-probabilities of the samples are the parameters.
+and the log-probabilities of the samples are the parameters. examples/distill.py runs as it is.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from adapter_cases import RowCase, gradients_of, padded, samples_of, truth
 from helpers import EXACT, loop_log_probs, pool_of, random_batch
+from pages import of_own_loop
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.config import Route
@@ -296,3 +298,14 @@ def test_the_gradient_in_prime_rl_is_that_of_the_whole_step(trainers):
 
     assert len(kept) < NUM_SAMPLES
     assert largest_error(run_on_rank, module.AGGREGATION, kept) < TOLERANCE
+
+
+# Distillation
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_the_small_policy_learns_from_the_teacher():
+    lines = of_own_loop("torchrun --nproc-per-node 2 examples/distill.py").splitlines()
+    before, after = (float(re.search(r"(\S+) nats", line)[1]) for line in lines)
+    assert after < 0.5 * before
