@@ -44,9 +44,23 @@ class SupportUse(StrEnum):
     REPLAY = "replay"
 
 
+class Distillation(StrEnum):
+    """What the samples have of a teacher: nothing, its log-probabilities of their tokens, or those of its top K ids."""
+
+    NONE = "none"
+    SAMPLED = "sampled"
+    TOPK = "topk"
+
+    @property
+    def sample_fields(self) -> tuple[str, ...]:
+        """Where a sample has them."""
+        return {"none": (), "sampled": ("teacher_log_probs",), "topk": ("teacher_topk_ids", "teacher_topk_log_probs")}[self]
+
+
 # The correction that is none, and a name in the registry of KL estimators.
 NO_CORRECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"
+DEFAULT_DIVERGENCE, DEFAULT_BETA = "reverse_kl", 0.5
 
 
 class EmptySteps(StrEnum):
@@ -143,6 +157,14 @@ class PolicyLossConfig:
     """Samples with kept ids of a sampler: replay: scores are over them; refuse: an error. None: train replays, a host refuses."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy, averaged by sample_mean and subtracted from the loss; 0 computes nothing."""
+    distillation: str = Distillation.NONE
+    """What samples have of a teacher: none, sampled (its log-probabilities of their tokens), topk (those of its top K ids)."""
+    distillation_divergence: str = DEFAULT_DIVERGENCE
+    """How far the policy is from the top K ids of the teacher and a bucket for all others: reverse_kl, forward_kl, jsd."""
+    distillation_beta: float = DEFAULT_BETA
+    """The teacher's weight in the mixture of jsd, between 0 and 1."""
+    distillation_coefficient: float = 1.0
+    """Factor of the distillation term, with the token weights of the policy loss; of what sampled adds to the advantages."""
     policy_metrics: str = PolicyMetrics.BASIC
     """Which metrics are computed: none, basic, with_entropy."""
     policy_loss_backend: str = Backend.AUTO

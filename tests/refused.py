@@ -296,6 +296,7 @@ RATIO_BOUNDS = {"importance_correction_low": 0.5, "importance_correction_high": 
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 TIS = {"importance_correction": "tis"}
+TOPK, SAMPLED = ({"distillation": kind} for kind in ("topk", "sampled"))
 EXPERTS = {"num_experts": 8}
 TP_2 = {"tensor_model_parallel_size": 2}
 PARALLEL = {**TP_2, "sequence_parallel": True}
@@ -336,8 +337,19 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
     ],
     "entropy_of_a_loss_is_known": [{"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS}],
     "corrections_fit": [{"importance_correction": "mask"}, {**TIS, "policy_loss": ANCHORED}],
+    "distillation_fits": [
+        {**TOPK, "distillation_beta": 0.3},
+        {**TOPK, "distillation_divergence": "jsd", "distillation_beta": 1.0},
+        {**TOPK, "distillation_coefficient": "a"},
+        {**SAMPLED, "distillation_divergence": "forward_kl"},
+        {**SAMPLED, **GSPO},
+        {**TOPK, "sampling_support": "replay", **IN_TRAIN},
+    ],
     "settings_are_read": [
         {"kl_estimator": "k2"},
+        {"distillation_divergence": "jsd"},
+        {"distillation_beta": 0.3},
+        {"distillation_coefficient": 2.0},
         {"allow_partial_prompt_groups": True},
         {"max_logits_bytes": 2**30},
         {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
@@ -349,7 +361,7 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
         {"samples_per_prompt": 0},
         {"docs_per_step": 1.5},
     ],
-    "choices_are_listed": [{"gradient_divisor": 8}, {"watchdog": False}],
+    "choices_are_listed": [{"gradient_divisor": 8}, {"watchdog": False}, {**TOPK, "distillation_divergence": "kl"}],
     "switches_are_true_or_false": [{"allow_partial_prompt_groups": "maybe"}],
     "per_token_loss_is_token_mean": [{**PER_TOKEN, **PROMPT_MEAN}],
     "the_model_keeps_the_step": [
@@ -375,6 +387,7 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
     "flags_have_an_effect": [
         {"docs_per_step": 64, "route": Route.MEGATRON_LM},
         {"policy_loss": "grpo", "set_flags": frozenset({"--policy-loss"}), **IN_HOST},
+        {**TOPK, "route": Route.CUSTOM_LOSS},
     ],
 }
 ALLOWED_BY_RULES: dict[str, list[dict]] = {
@@ -395,6 +408,12 @@ ALLOWED_BY_RULES: dict[str, list[dict]] = {
         {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS, "policy_metrics": "none"},
     ],
     "corrections_fit": [{"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED}],
+    "distillation_fits": [
+        {**TOPK, **GSPO, "distillation_divergence": "jsd", "distillation_beta": 0.3},
+        SAMPLED,
+        {**SAMPLED, "sampling_support": "refuse", **IN_TRAIN},
+        {"distillation": "full"},  # another rule says what is wrong
+    ],
     "settings_are_read": [
         {"kl_estimator": "k3+", "kl_coefficient": 0.1, **IN_TRAIN},
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},

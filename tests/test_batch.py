@@ -5,6 +5,7 @@ Then packed bins through the real schedule: one gradient however samples fill th
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -119,6 +120,7 @@ REFUSED = [
     pytest.param({"old_log_probs": torch.ones(5)}, UNLIKE.format("old_log_probs", 5, 3), id="prompt too"),
     pytest.param({"old_log_probs": None}, SOME.format("old_log_probs"), id="some on-policy"),
     pytest.param({"kept_ids": SamplingSupport.from_lists([[1]])}, SOME.format("kept_ids"), id="some from a part of the vocabulary"),
+    pytest.param({"teacher_topk_ids": torch.ones(3, 2)}, SOME.format("teacher_topk_ids"), id="some with a teacher"),
 ]
 
 
@@ -133,6 +135,16 @@ def test_sets_of_another_number_of_tokens_are_refused():
     three, two = (SamplingSupport.from_lists([[1]] * number) for number in (3, 2))
     with pytest.raises(DataError, match="sample 1: kept_ids has 2 sets for a response of 3 tokens"):
         padded([sample_of(0, 2, 3, kept_ids=three), sample_of(1, 2, 3, kept_ids=two)])
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (2, 2), (3,)], ids=str)
+def test_the_ids_of_a_teacher_are_k_for_each_response_token(shape):
+    samples = [sample_of(0, 2, 3, teacher_topk_ids=torch.ones(3, 2)), sample_of(1, 2, 3, teacher_topk_ids=torch.ones(shape))]
+    message = (
+        r"sample 1: teacher_topk_ids is {}, and must be \(3, 2\): a row for each response token, with as many ids as in sample 0"
+    )
+    with pytest.raises(DataError, match=message.format(re.escape(str(shape)))):
+        packed(samples)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +384,10 @@ def test_a_bin_comes_apart_into_its_samples():
     assert (second.tokens, second.loss_mask, second.prompt_id) == ([5, 6], [1], "q")
     assert second.old_log_probs == pytest.approx([-0.6]) and second.ref_log_probs is None
     assert len(samples_of_bin(plain_bin(seq_starts=[0, 3, 5]), PROMPTS)) == 2
+    ids = torch.arange(12).view(1, 6, 2)
+    first, second = samples_of_bin(plain_bin(teacher_topk_ids=ids, teacher_log_probs=-ids[..., 0]), PROMPTS)
+    assert (first.teacher_topk_ids, first.teacher_log_probs) == ([[0, 1], [2, 3]], [0, -2])
+    assert (second.teacher_topk_ids, second.teacher_log_probs) == ([[6, 7]], [-6])
 
 
 # What is changed in the bin, or in the prompts of rows, and what is said.

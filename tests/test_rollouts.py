@@ -138,6 +138,10 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path):
     scores = [math.nan, -0.1, -1e-45]
     measured = {"old_log_probs": scores, "rollout_log_probs": [math.inf, -3.4e38, -0.0]}
     of_tokens = {"tokens": [8, 3, 1, 2], "response_length": 3, "loss_mask": [0, 1, 1], "kept_ids": [[], [0, 1], [2]]}
+    of_tokens |= {
+        "teacher_topk_ids": [[0, 0], [8, 1], [2, 3]],
+        "teacher_topk_log_probs": [[math.nan, 1.0], [-0.1, -math.inf], [-1, -2]],
+    }
     first = make_sample(0, "\u2028\n\x00", **of_tokens, **measured, kept_mass=[0.1, 1e-30, 1.0], reward=-1 / 3, advantage=-0.0)
     second = dataclasses.replace(first, index=1, prompt_id="", reward=1.7e308, advantage=5e-324)
     samples = [dataclasses.replace(sample, rollout_id=sample.index, policy_version=9) for sample in (first, second)]
@@ -162,6 +166,12 @@ BAD_SAMPLES = [
     ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf must be a finite number, at most 0"),
     ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 must be"),
     ({"kept_mass": [0.5, 0.0]}, "kept_mass: 0.0 must be above 0 and at most 1"),
+    ({"teacher_topk_ids": [[1, 2], [1, 2.0]]}, r"teacher_topk_ids: \[1, 2.0\] must be a list of integers of at least 0"),
+    (
+        {"teacher_topk_log_probs": [[-1.0], [0.1]]},
+        r"teacher_topk_log_probs: \[0.1\] must be a list of numbers of at most 0, or -Inf",
+    ),
+    ({"teacher_topk_ids": [[1, 2], [1]]}, "expected sequence of length 2"),
 ]
 
 
@@ -178,11 +188,13 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, changes, mes
 
 TWICE = line_of(sample_record(index=3), sample_record(), sample_record(index=3))
 MIXED = line_of(sample_record(), sample_record(index=1, old_log_probs=None))
+ONE_ID, TWO_IDS = (sample_record(teacher_topk_ids=[[*range(k)]] * 2) for k in (1, 2))
 BAD_FILES = [
     ('{"rollout_index": 0, "samples"\n', "line 1: not JSON"),
     ('{"rollout_index": 0, "rollout_index": 1, "samples": []}\n', "the key 'rollout_index' stands twice"),
     (TWICE, "line 1: index: two samples have the same: each has its own"),
     (MIXED, "line 1: old_log_probs: null in some samples and not in others: give it for all, or for none"),
+    (line_of(ONE_ID) + line_of(TWO_IDS, index=1), "line 2: teacher_topk_ids: lists of 1, 2: all of a file have one length, K"),
 ]
 
 

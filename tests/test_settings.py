@@ -25,6 +25,7 @@ from megatron_rl.validation import field_of, flag_of
 HIDDEN, VOCABULARY = 32, 246  # no other sizes of the tiny model's tensors
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
 NOT_REDUCER = ALL[1:]
+OF_MEGATRON = ALL[2:]
 
 
 class Effect(NamedTuple):
@@ -62,6 +63,10 @@ EFFECTS = {
     "--kl-estimator": Effect("k2", "k2", NOT_REDUCER, "gradient", "--kl-coefficient 0.5"),
     "--sampling-support": Effect("refuse", "refuse", ("custom_loss", "train"), ""),  # tests/test_train_loop.py
     "--entropy-coefficient": Effect(".5", 0.5, NOT_REDUCER, "gradient"),
+    "--distillation": Effect("topk", "topk", OF_MEGATRON, "gradient"),
+    "--distillation-divergence": Effect("forward_kl", "forward_kl", OF_MEGATRON, "gradient", "--distillation topk"),
+    "--distillation-beta": Effect("0.9", 0.9, OF_MEGATRON, "gradient", "--distillation topk --distillation-divergence jsd"),
+    "--distillation-coefficient": Effect("3", 3.0, OF_MEGATRON, "gradient", "--distillation topk"),
     "--policy-metrics": Effect("none", "none", NOT_REDUCER, "metrics"),
     "--policy-loss-backend": Effect("triton", "triton", NOT_REDUCER, "kernels"),
     "--fused-lm-head-loss": Effect(None, True, NOT_REDUCER, "rows of logits"),
@@ -72,8 +77,8 @@ EFFECTS = {
     "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_carrier.py
     "--docs-per-step": Effect("64", 64, ("train",), ""),  # tests/test_accumulation.py
     "--empty-step": Effect("skip", "skip", ("train",), ""),  # tests/test_train_loop.py
-    "--router-aux-loss": Effect("exact", "exact", ("megatron_lm", "train"), "gradient", has_experts=True),
-    "--gradient-divisor": Effect("num_samples", "num_samples", ("megatron_lm", "train"), "gradient"),
+    "--router-aux-loss": Effect("exact", "exact", OF_MEGATRON, "gradient", has_experts=True),
+    "--gradient-divisor": Effect("num_samples", "num_samples", OF_MEGATRON, "gradient"),
     "--watchdog": Effect("raise", "raise", ("train",), ""),  # tests/test_watchdog.py
     # A parameter of own_losses.py, which is declared inside a test alone.
     "--scale": Effect("0.5", 0.5, NOT_REDUCER, "gradient", "--policy-loss own_losses.reinforce"),
@@ -215,6 +220,9 @@ def step_of(config, is_bf16, has_experts):
         )
         for s in old
     ]
+    if config.distillation == "topk":
+        rows = {"teacher_topk_ids": [0, 3], "teacher_topk_log_probs": [-0.5, -2.0]}
+        step = [replace(s, **{name: [row] * len(s.loss_mask) for name, row in rows.items()}) for s in step]
     metrics, seen = {}, SeenShapes()
     with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
         error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))

@@ -201,6 +201,7 @@ def refused(message: str, *given, config=GSPO, layout=DP2, **changes):
         refused("padded columns of the vocabulary take part", with_padded_columns),
         refused(r"the reported loss is 0\.5 of expected", reporting_half),
         refused("finalize_model_grads_func is None", without_reduction),
+        refused("its dense step has no teacher", config=replace(GSPO, distillation="topk")),
         refused("the gradient by the logits is right, and", with_a_term_of_weights),
         # Rows and columns of the logits lie on other ranks; the other stages of a pipeline wait for the last one, which sees them.
         refused("are at temperature 1, and config says 0.7", of_warm, config=WARM, layout=TP2),

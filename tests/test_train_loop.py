@@ -82,6 +82,7 @@ KINDS = {
     "kept ids, terms": Kind(config=WITH_TERMS, options={"num_rollouts": 1, **TOP_P}),
     "a file": Kind(config=GSPO, options={}, file="recorded"),
     # FB-88, FB-46: steps of 7 in micro-batches of 2 end with a prompt group: 8 of ragged lengths.
+    "a file with a teacher": Kind(config=replace(GRPO, distillation="topk"), options={}, file="taught"),
     "documents of a file": Kind(
         config=replace(GSPO, docs_per_step=7, watchdog="off"), options={"micro_batch_size": 2}, file="ragged"
     ),
@@ -94,6 +95,7 @@ LAYOUTS = [
     ("kept ids, terms", 4, {CP: 2, TP: 2}, {"micro_batch_size": 4}),
     ("a file", 4, {}, {"micro_batch_size": 3}),
     ("documents of a file", 4, {TP: 2, PP: 2}, {}),
+    ("a file with a teacher", 2, {}, {"micro_batch_size": 2, **FUSED}),
 ]
 
 
@@ -111,11 +113,21 @@ TRAINED = [make_batch(number, SIZES, old=None, seed=number) for number in range(
 WITH_MASKED = [TRAINED[0], masked(TRAINED[0]), TRAINED[1], masked(TRAINED[1]), masked(TRAINED[1]), TRAINED[2]]
 
 
+def taught(batch):
+    """Top 2 of 9 ids."""
+    samples = []
+    for sample in batch.samples:
+        best = torch.randn(sample.response_length, 9, generator=torch.Generator().manual_seed(sample.index)).log_softmax(-1).topk(2)
+        samples.append(replace(sample, teacher_topk_ids=best.indices, teacher_topk_log_probs=best.values))
+    return replace(batch, samples=samples)
+
+
 @pytest.fixture(scope="module")
 def files(recorded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_file(folder / "ragged.jsonl", ragged_batches())
     write_file(folder / "with masked rollouts.jsonl", WITH_MASKED)
+    write_file(folder / "taught.jsonl", [taught(batch) for batch in TRAINED])
     (folder / "recorded.jsonl").symlink_to(recorded[0])
     return folder
 
@@ -202,6 +214,29 @@ def test_the_terms_reach_the_loss_and_the_kl_term_starts_at_0(of_one_rank):
         assert row["loss"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
         assert row["loss/entropy"] == pytest.approx(row["policy/entropy"], rel=1e-5)
     assert rows[0]["loss/kl"] == pytest.approx(0.0, abs=1e-8) and all(row["loss/kl"] > 1e-4 for row in rows[1:])
+
+
+def test_a_teacher_of_a_file_reaches_the_loss_and_the_rows(of_one_rank):
+    *_, rows = of_one_rank("a file with a teacher")
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["loss/policy"] + row["loss/distillation"], rel=1e-6, abs=1e-7)
+        assert row["policy/distillation"] > 0.1 and 0.1 < row["policy/teacher_mass"] < 0.99
+    falls = [row["policy/distillation"] for row in rows]
+    assert falls[-1] < falls[0] and row["loss/distillation"] > 0.1
+
+
+def test_a_file_and_the_flag_must_both_have_the_teacher(pool, files, tmp_path):
+    for name, file, message in (
+        (
+            "topk",
+            "recorded",
+            "recorded.jsonl, rollout 0: no teacher_topk_ids and no teacher_topk_log_probs, which --distillation topk",
+        ),
+        ("none", "taught", "taught.jsonl, rollout 0: teacher_topk_ids and teacher_topk_log_probs without --distillation"),
+    ):
+        config, options = replace(GRPO, distillation=name), {"rollouts": str(files / f"{file}.jsonl")}
+        [found] = pool.run(error_on_rank, tmp_path / name, config, options, world_size=1)
+        assert found.startswith("DataError: ") and message in found
 
 
 # Recorded rollouts

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_rl.config import DEFAULT_BETA, DEFAULT_DIVERGENCE, Distillation, PolicyLossConfig
 from megatron_rl.ops.distribution import BucketValues
 
 
@@ -41,8 +42,6 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> BucketValues:
 
 DIVERGENCES: dict[str, Callable[..., BucketValues]] = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": jsd}
 
-DEFAULT_BETA = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class DistillationSettings:
@@ -54,10 +53,17 @@ class DistillationSettings:
     teacher_temperature: divides the teacher's logits. Log-probabilities that a teacher gives are at theirs.
     """
 
-    divergence: str = "reverse_kl"
+    divergence: str = DEFAULT_DIVERGENCE
     beta: float = DEFAULT_BETA
     coefficient: float = 1.0
     teacher_temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: PolicyLossConfig) -> DistillationSettings | None:
+        """None: there is no teacher."""
+        if config.distillation == Distillation.NONE:
+            return None
+        return cls(config.distillation_divergence, config.distillation_beta, config.distillation_coefficient)
 
     def problems(self) -> Iterator[str]:
         """Each that makes the settings useless: what is wrong, and what to write."""

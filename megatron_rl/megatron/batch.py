@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.config import Distillation
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
@@ -20,7 +21,8 @@ from megatron_rl.megatron.samples import PolicySample, weigh_samples
 __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
 # In the place of a token's experts: it has no route.
 NO_ROUTE = -1
-PER_TOKEN_VALUES = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights")
+PER_TOKEN_VALUES = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights", "teacher_log_probs")
+TOP_K = Distillation.TOPK.sample_fields  # [R, K] each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,9 @@ class PolicyBatch:
     rollout_log_probs: Tensor | None  # [T] float32
     kept_mass: Tensor | None  # [T] float32
     importance_weights: Tensor | None  # [T] float32
+    teacher_log_probs: Tensor | None  # [T] float32
+    teacher_topk_ids: Tensor | None  # [T, K] int64
+    teacher_topk_log_probs: Tensor | None  # [T, K] float32
     sampling_support: SamplingSupport | None  # T rows, empty where nothing was sampled; None also of a micro-batch without samples
     advantages: Tensor  # [N] float32
     staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled
@@ -213,7 +218,7 @@ def _assemble(
         cu_seqlens=local_bounds.to(torch.int32),
         sampling_support=None if "set" not in local else _kept_sets(samples).take(local["set"]),
     )
-    given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_VALUES, "routes")}
+    given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_VALUES, *TOP_K, "routes")}
     if not samples:
         # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
         given["ref_log_probs"] = there(torch.zeros(places.numel()))
@@ -284,6 +289,7 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
         if _is_given(samples, name):
             values = [_response_values(getattr(sample, name), sample.response_length, i, name) for i, sample in enumerate(samples)]
             rows[name] = placed(0.0, predicting, _joined(values, torch.float32))
+    rows |= {name: placed(0, predicting, _top_k_rows(samples, name)) for name in TOP_K if _is_given(samples, name)}
     if "rollout_log_probs" in rows:
         # The loss checks the other vectors. It does not read these, and a metric must not be NaN.
         wrong = (rows["loss_mask"] & ~rows["rollout_log_probs"].isfinite()).nonzero()
@@ -345,6 +351,19 @@ def _kept_sets(samples: Sequence[PolicySample]) -> SamplingSupport:
         if given.num_rows != sample.response_length:
             raise DataError(f"sample {index}: kept_ids has {given.num_rows} sets for a response of {sample.response_length} tokens")
     return SamplingSupport.cat([*sets, SamplingSupport.from_lists([[]])])
+
+
+def _top_k_rows(samples: Sequence[PolicySample], name: str) -> Tensor:  # [response tokens, K]
+    parts = [getattr(sample, name) for sample in samples]
+    for index, (sample, part) in enumerate(zip(samples, parts, strict=True)):
+        wanted = (sample.response_length, *parts[0].shape[1:2])
+        if part.dim() != 2 or part.shape != wanted:
+            raise DataError(
+                f"sample {index}: {name} is {tuple(part.shape)}, and must be {wanted}: a row for each response token, with as many "
+                "ids as in sample 0"
+            )
+    rows = torch.cat(parts)
+    return rows.float() if rows.is_floating_point() else rows.long()
 
 
 def _response_values(values: Tensor, response: int, index: int, name: str) -> Tensor:

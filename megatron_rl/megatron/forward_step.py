@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import Distillation, PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
+from megatron_rl.losses.distillation import DistillationSettings
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.checks import SET_LATE, check_attached, check_model
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss
 from megatron_rl.megatron.router_losses import prepare_routers
-from megatron_rl.megatron.samples import trained_mtp_layers
+from megatron_rl.megatron.samples import teacher_problem, trained_mtp_layers
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
+from megatron_rl.ops.distribution import TopKTeacher
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 
@@ -44,6 +46,7 @@ class MicrobatchReport:
     entropy: Tensor | None  # 0-d
     num_nonfinite: Tensor  # [N] int32; with multi-token prediction one more, of its layers
     statistics: PolicyStatistics | None
+    distillation: Tensor | None = None  # 0-d, with its coefficient
 
 
 class PolicyForwardStep:
@@ -91,6 +94,7 @@ class PolicyForwardStep:
             "kl_coefficient": config.kl_coefficient,
             "kl_estimator": config.kl_estimator,
             "entropy_coefficient": config.entropy_coefficient,
+            "distillation": DistillationSettings.of(config),
         }
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], ScheduledLoss]]:
@@ -191,7 +195,8 @@ class PolicyForwardStep:
         num_nonfinite = found.num_nonfinite
         if added is not None:
             num_nonfinite = torch.cat([num_nonfinite, added.num_nonfinite[None]])
-        self._reports.append(MicrobatchReport(found.policy_loss, found.kl_loss, found.entropy, num_nonfinite, statistics))
+        parts = (found.policy_loss, found.kl_loss, found.entropy)
+        self._reports.append(MicrobatchReport(*parts, num_nonfinite, statistics, found.distillation))
         loss, num_tokens, report = scale_for_schedule(
             found.loss,
             batch.context.num_microbatches,
@@ -225,6 +230,7 @@ class PolicyForwardStep:
             "sampling_support": sampling_support,
             "regularizer_weights": batch.regularizer_weights,
             "importance_weights": batch.importance_weights,
+            **_teacher_of(batch, self.config),
         }
 
     def take_reports(self) -> list[MicrobatchReport]:
@@ -238,6 +244,24 @@ def _rollout_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> Tensor |
     if batch.rollout_log_probs is not None or batch.token_counts.numel():
         return batch.rollout_log_probs
     return torch.zeros(batch.labels.shape, device=batch.labels.device) if needs_rollout_log_probs(config) else None
+
+
+def _teacher_of(batch: PolicyBatch, config: PolicyLossConfig) -> dict[str, Any]:
+    """What --distillation asks for. A micro-batch without samples gets zeros, which nothing reads, so that its ranks communicate as
+    others. Raises DataError where the samples lack it, or have a teacher without the flag."""
+    if batch.token_counts.numel():
+        if (problem := teacher_problem(config, batch)) is not None:
+            raise DataError(f"the samples of a micro-batch have {problem}")
+        log_probs, ids, of_ids = batch.teacher_log_probs, batch.teacher_topk_ids, batch.teacher_topk_log_probs
+    else:
+        log_probs = torch.zeros(batch.labels.shape, device=batch.labels.device)
+        ids, of_ids = torch.zeros_like(batch.labels)[:, None], log_probs[:, None]
+    if config.distillation == Distillation.SAMPLED:
+        return {"teacher_log_probs": log_probs}
+    if config.distillation == Distillation.TOPK:
+        assert ids is not None and of_ids is not None, "teacher_problem has named them"
+        return {"teacher": TopKTeacher(ids, of_ids)}
+    return {}
 
 
 @torch.no_grad()

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics
+from megatron_rl.config import Distillation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.samples import StepSample, count_further_tokens, count_routed_tokens
+from megatron_rl.megatron.samples import TEACHER_FIELDS, StepSample, count_further_tokens, count_routed_tokens
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.weights import get_loss_aggregation
 
@@ -41,6 +41,9 @@ class PackedBin:
     seq_lengths: Sequence[int]  # n
     seq_indices: Sequence[int]  # n, rows before packing
     rollout_log_probs: Tensor | None = None  # [S - 1], by the engine that sampled; for metrics and corrections
+    teacher_log_probs: Tensor | None = None  # [S - 1]; for --distillation sampled
+    teacher_topk_ids: Tensor | None = None  # [S - 1, K]; for --distillation topk
+    teacher_topk_log_probs: Tensor | None = None  # [S - 1, K]
 
 
 def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: NameOfRow | None = None) -> list[StepSample]:
@@ -51,7 +54,7 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: 
     unmasked position that predicts no token of its own sequence.
     """
     tokens = packed.tokens.flatten().tolist()
-    names = ("loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    names = ("loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", *TEACHER_FIELDS)
     given = {name: getattr(packed, name) for name in names}
     rows = {name: _row(values, len(tokens), name) for name, values in given.items() if values is not None}
     advantages = packed.advantages.flatten().float().tolist()
@@ -224,8 +227,9 @@ def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepCont
 
 
 def _row(values: Tensor, num_tokens: int, name: str) -> list[Any]:
-    if values.numel() != num_tokens - 1:
+    rows = values.flatten(0, -2) if name in Distillation.TOPK.sample_fields else values.flatten()
+    if len(rows) != num_tokens - 1:
         raise DataError(
-            f"{name} has {values.numel()} entries for a bin of {num_tokens} tokens: it is shifted, one for each token but the first"
+            f"{name} has {len(rows)} entries for a bin of {num_tokens} tokens: it is shifted, one for each token but the first"
         )
-    return values.flatten().tolist()
+    return rows.tolist()

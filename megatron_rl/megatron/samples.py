@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterAuxLoss
+from megatron_rl.config import Distillation, PolicyLossConfig, PolicyMetrics, RouterAuxLoss
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -18,6 +18,9 @@ from megatron_rl.weights import regularizer_weights, sample_token_weights
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+# What a sample may have of a teacher.
+TEACHER_FIELDS = tuple(name for kind in Distillation for name in kind.sample_fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,9 @@ class PolicySample:
     kept_ids: SamplingSupport | None = None  # R rows, what the sampler drew each response token from; None: the whole vocabulary
     kept_mass: Tensor | None = None  # [R] what these ids had of the sampler's softmax; only for metrics
     importance_weights: Tensor | None = None  # [R] factors of the policy term; None: 1
+    teacher_log_probs: Tensor | None = None  # [R] of the response tokens; for --distillation sampled
+    teacher_topk_ids: Tensor | None = None  # [R, K] int64; for --distillation topk
+    teacher_topk_log_probs: Tensor | None = None  # [R, K]
 
     @property
     def response_length(self) -> int:
@@ -85,6 +91,15 @@ class UnweightedSample(Protocol):
     @property
     def kept_mass(self) -> Sequence[float] | Tensor | None: ...
 
+    @property
+    def teacher_log_probs(self) -> Sequence[float] | Tensor | None: ...
+
+    @property
+    def teacher_topk_ids(self) -> Sequence[Sequence[int]] | Tensor | None: ...  # [response tokens][K]
+
+    @property
+    def teacher_topk_log_probs(self) -> Sequence[Sequence[float]] | Tensor | None: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSample:
@@ -101,6 +116,9 @@ class StepSample:
     routes: list[list[list[int]]] | None = None
     kept_ids: list[list[int]] | None = None
     kept_mass: list[float] | None = None
+    teacher_log_probs: list[float] | None = None
+    teacher_topk_ids: list[list[int]] | None = None
+    teacher_topk_log_probs: list[list[float]] | None = None
     rollout_id: int | str | None = None
 
 
@@ -154,9 +172,24 @@ def weigh_samples(
             routes=values(sample.routes),
             kept_ids=sets_of(sample),
             kept_mass=values(sample.kept_mass) if has_metrics else None,
+            **{name: values(getattr(sample, name)) for name in TEACHER_FIELDS},
         )
         for sample, mask, weight, count, regularizer in rows
     ], totals
+
+
+def teacher_problem(config: PolicyLossConfig, given: object) -> str | None:
+    """Why --distillation cannot be done with what samples, or a batch of them, have of a teacher."""
+    missing = [name for name in Distillation(config.distillation).sample_fields if getattr(given, name) is None]
+    if missing:
+        return (
+            f"no {' and no '.join(missing)}, which --distillation {config.distillation} needs: record the teacher's, or remove the "
+            "flag"
+        )
+    found = [name for name in TEACHER_FIELDS if getattr(given, name) is not None]
+    if found and config.distillation == Distillation.NONE:
+        return f"{' and '.join(found)} without --distillation, which would train nothing: add it, or leave them out"
+    return None
 
 
 def rollout_ids_of(samples: Sequence[UnweightedSample]) -> list[int | str] | None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
+from megatron_rl.config import NO_CORRECTION, Distillation, PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
@@ -108,6 +108,8 @@ def check_step(
         )
     if config.kl_coefficient and any(sample.ref_log_probs is None for sample in samples):
         raise ConfigError("check_step: kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")
+    if config.distillation != Distillation.NONE:
+        raise ConfigError("check_step: its dense step has no teacher: check the loop once without distillation")
     groups = resolve_groups(models[0])
     probe_schedule(calculate_per_token_loss=model_config.calculate_per_token_loss, ddp_config=models[0].ddp_config)
     run = partial(run_schedule, models, batches, seq_length, micro_batch_size)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from megatron_rl.config import RouterReplay, SupportUse
 from megatron_rl.errors import DataError
 from megatron_rl.losses.corrections import CorrectionSettings
+from megatron_rl.megatron.samples import teacher_problem
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, SharedRollout
@@ -41,6 +42,8 @@ class ReplayedRollouts:
     def _problem_of(self, batch: RolloutBatch) -> str | None:
         """What the run needs and the samples lack, or have and it refuses. A field is given for all of them, or for none."""
         sample, config, router_replay = batch.samples[0], self._trainer.config, self._options.router_replay
+        if (problem := teacher_problem(config, sample)) is not None:
+            return problem
         if CorrectionSettings.of(config).is_on and sample.rollout_log_probs is None:
             return (
                 "no rollout_log_probs, which the correction compares with: record the sampling engine's log-probabilities, or "

@@ -8,7 +8,8 @@ JSON lines, one line a rollout batch:
 FIELDS has what a sample may hold, and routes, which are [layers with experts][tokens - 1][experts of a token]. What is optional may
 be null (old_log_probs null: on-policy), for all samples of a rollout together. Samples of one rollout_id are rows of one rollout,
 with one prompt_id and one reward. kept_ids are what a sampler with top-p, top-k or min-p drew each response token from,
-[response_length][ids of a set]: log-probabilities are then over these sets. Floats have as many digits as the same bits of float32
+[response_length][ids of a set]: log-probabilities are then over these sets. teacher_topk_ids and teacher_topk_log_probs are
+[response_length][K], with one K in a file. Floats have as many digits as the same bits of float32
 need. A value at a masked token may be NaN or Infinity, and its set may be any. A last line without an end is what a killed run has
 left, and is no rollout.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.config import Distillation
 from megatron_rl.errors import DataError
 from megatron_rl.files.json_values import finished_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -47,9 +50,19 @@ class Field:
     of: str | None = None
     """None: one value. Else a list, with an item for each "sample", "token" or "response token"."""
     is_optional: bool = False
+    items: Field | None = None
+    """What the items of a value that is a list may be; None: anything."""
 
     def allows(self, value: Any) -> bool:
-        return type(value) in self.kinds and (isinstance(value, str | list | dict) or self.least <= value <= self.most)
+        if type(value) not in self.kinds:
+            return False
+        if self.items is not None:
+            return all(map(self.items.allows, value))
+        return isinstance(value, str | list | dict) or self.least <= value <= self.most
+
+
+def _lists_of(items: Field) -> Field:
+    return Field(f"a list of {items.words}", (list,), of="response token", is_optional=True, items=items)
 
 
 _LOG_PROBS = Field("a finite number, at most 0", (int, float), -LARGEST_FLOAT, LARGEST_LOG_PROB, "response token", True)
@@ -67,6 +80,9 @@ FIELDS = {
     "policy_version": Field("the steps that the policy had done, at least 0", (int,), 0, is_optional=True),
     "kept_ids": Field("a list of ids", (list,), of="response token", is_optional=True),
     "kept_mass": Field("above 0 and at most 1", (int, float), 2.0**-149, 1 + LARGEST_LOG_PROB, "response token", True),
+    "teacher_log_probs": _LOG_PROBS,
+    "teacher_topk_ids": _lists_of(Field("integers of at least 0", (int,), 0)),
+    "teacher_topk_log_probs": _lists_of(Field("numbers of at most 0, or -Infinity", (int, float), -math.inf, 0.0)),
     "rollout_id": Field("a string or an integer", (str, int), is_optional=True),
 }
 OF_A_LINE = {
@@ -122,7 +138,7 @@ def recorded_group_size(path: str | Path) -> int:
 
 def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterator[RolloutBatch]:
     """The batches of a file, read one at a time. DataError names file, line and field. vocab_size: of the model; None: any."""
-    place = None
+    place, sizes = None, set()
     for number, line in finished_lines(path):
         place = f"{path}, line {number}"
         record = parse_json_line(line, place)
@@ -133,6 +149,12 @@ def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterato
         for name in GIVEN_FOR_ALL:
             if len({getattr(sample, name) is None for sample in samples}) > 1:
                 raise _wrong(place, name, "null in some samples and not in others: give it for all, or for none")
+        for name in Distillation.TOPK.sample_fields:
+            sizes |= {rows.shape[1:] for sample in samples if (rows := getattr(sample, name)) is not None}
+            if len(sizes) > 1:
+                raise _wrong(
+                    place, name, f"lists of {', '.join(str(*size) for size in sorted(sizes))}: all of a file have one length, K"
+                )
         if len({sample.index for sample in samples}) < len(samples):
             raise _wrong(place, "index", "two samples have the same: each has its own")
         line_fields: dict[str, Any] = {name: record.get(name) for name in OF_A_LINE}
@@ -155,7 +177,7 @@ def _check_fields(record: dict[str, Any], fields: dict[str, Field], place: str) 
         values = [value] if field.of is None else value
         if field.of == "response token" and len(values) != record["response_length"]:
             raise _wrong(place, name, f"{len(values)} values for a response of {record['response_length']} tokens")
-        is_masked = field.of == "response token" and float in field.kinds
+        is_masked = field.of == "response token" and (float in field.kinds or field.items is not None)
         is_checked = record["loss_mask"] if is_masked else [True] * len(values)
         for one, is_live in zip(values, is_checked, strict=True):
             if is_live and not field.allows(one):

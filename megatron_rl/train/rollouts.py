@@ -38,6 +38,9 @@ TENSORS = {
     "ref_log_probs": torch.float32,
     "rollout_log_probs": torch.float32,
     "kept_mass": torch.float32,
+    "teacher_log_probs": torch.float32,
+    "teacher_topk_ids": torch.int64,
+    "teacher_topk_log_probs": torch.float32,
     "routes": torch.int16,
 }
 
@@ -75,6 +78,12 @@ class Sample:
     these sets. None: the whole vocabulary."""
     kept_mass: Tensor | None = None
     """[response_length] float32, what each set had of the sampler's softmax; a metric shows it."""
+    teacher_log_probs: Tensor | None = None
+    """[response_length] float32, by a teacher; for --distillation sampled."""
+    teacher_topk_ids: Tensor | None = None
+    """[response_length, K] int64, the teacher's likeliest ids at each response token; for --distillation topk."""
+    teacher_topk_log_probs: Tensor | None = None
+    """[response_length, K] float32, its log-probabilities of these."""
     rollout_id: str | int | None = None
     """Equal for the samples of one rollout, as its turns or agents; they share prompt_id and reward. None: it is a rollout."""
 

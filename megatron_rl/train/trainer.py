@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay
+from megatron_rl.config import Distillation, PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_parallel import padded_length
@@ -328,17 +328,20 @@ class PolicyTrainer:
     def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:
         """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.
 
-        Communication: one all-reduce of [3] over dp-cp and one broadcast over pp. Synchronises once.
+        Communication: one all-reduce of [4] over dp-cp and one broadcast over pp. Synchronises once.
         """
-        rows = [(report.policy_loss, report.kl_loss, report.entropy) for report in reports]
+        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.distillation) for report in reports]
         zero, config = torch.zeros((), dtype=torch.float64, device=self.device), self.config
         parts = [torch.stack([zero if value is None else value.double() for value in row]) for row in rows]
-        own = torch.stack(parts).sum(0) if parts else zero.new_zeros(3)
+        own = torch.stack(parts).sum(0) if parts else zero.new_zeros(4)
         summed = all_reduce_sum(own.to(group_device(self.groups.dp_cp)), self.groups.dp_cp)
-        policy, kl, entropy = broadcast_from_last(summed.contiguous(), self.groups.pp).tolist()
-        metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
+        policy, kl, entropy, distillation = broadcast_from_last(summed.contiguous(), self.groups.pp).tolist()
+        loss = policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy + distillation
+        metrics = {"loss": loss, "loss/policy": policy}
         if config.kl_coefficient:
             metrics["loss/kl"] = kl
         if config.entropy_coefficient:
             metrics["loss/entropy"] = entropy
+        if config.distillation == Distillation.TOPK:
+            metrics["loss/distillation"] = distillation
         return metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, PolicyLossConfig
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, Distillation, PolicyLossConfig
 from megatron_rl.declare import clip_of, get_policy_loss
 from megatron_rl.validation.weight_words import mean_strength_of, samples_of_mean_1, strength_of
 from megatron_rl.weights import get_loss_aggregation
@@ -59,9 +59,12 @@ WARNINGS = (clip_of_a_mean_clips, product_of_ratios_stays_in_bounds, coefficient
 
 
 def numbers_in_words(config: PolicyLossConfig) -> str:
-    """The clip and the parameters of the loss that are not off, for start lines, as in `clip 0.2/0.2, ratio_cap 3`."""
+    """The clip, the parameters of the loss that are not off and a teacher, for start lines, as in `clip 0.2/0.2, ratio_cap 3`."""
     clip, loss = clip_of(config), get_policy_loss(config.policy_loss)
     values = loss.resolve_parameters(config.loss_parameters)
     # A loss of a user's own may clip by bounds of its own.
     clip_words = "no clip bounds" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
-    return ", ".join([clip_words, *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))])
+    words = [clip_words, *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))]
+    if config.distillation != Distillation.NONE:
+        words.append(f"distillation {config.distillation_coefficient:g} x {config.distillation_divergence}, {config.distillation}")
+    return ", ".join(words)

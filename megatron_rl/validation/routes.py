@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from megatron_rl.config import (
     Backend,
     CorrectionLevel,
+    Distillation,
     EmptySteps,
     GradientDivisor,
     PolicyLossConfig,
@@ -23,6 +23,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.declare import POLICY_LOSSES, PolicyLoss, Registry, declared_parameters
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionKind
+from megatron_rl.losses.distillation import DIVERGENCES
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 from megatron_rl.weights import AGGREGATIONS, AggregationRecord
 
@@ -38,7 +39,10 @@ _FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
     # Where the loss is handed what a sampler kept.
     frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support",),
     # Elsewhere the host makes the step, and the loss sees micro-batches.
-    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (*("router_aux_loss", "gradient_divisor"),),
+    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (
+        *("router_aux_loss", "gradient_divisor"),
+        *("distillation", "distillation_divergence", "distillation_beta", "distillation_coefficient"),
+    ),
     frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog"),
 }
 
@@ -51,10 +55,12 @@ def routes_of_flags() -> dict[str, frozenset[Route]]:
 
 
 # Fields with a fixed set of values.
-CHOICES: dict[str, type[StrEnum]] = {
+CHOICES: dict[str, Iterable[str]] = {
     "importance_correction_level": CorrectionLevel,
     "empty_step": EmptySteps,
     "sampling_support": SupportUse,
+    "distillation": Distillation,
+    "distillation_divergence": DIVERGENCES,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "router_aux_loss": RouterAuxLoss,

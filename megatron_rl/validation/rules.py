@@ -9,14 +9,17 @@ from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
     DEFAULT_MAX_LOGITS_BYTES,
     CorrectionLevel,
+    Distillation,
     PolicyMetrics,
     Route,
+    SupportUse,
     Watchdog,
     flag_fields,
 )
 from megatron_rl.declare import is_finite_number
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
+from megatron_rl.losses.distillation import DIVERGENCES, DistillationSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
@@ -36,6 +39,7 @@ _ELSEWHERE = {
     "token_mean_legacy": _OF_RANKS,
     "bnpo": _OF_RANKS,
 }
+_OF_TEACHER = ("distillation_divergence", "distillation_beta", "distillation_coefficient")
 _COUNTS = ("samples_per_prompt", "max_logits_bytes", "docs_per_step")
 _SWITCHES = [name for name, default in _DEFAULTS.items() if isinstance(default, bool)]
 
@@ -120,10 +124,35 @@ def corrections_fit(launch: Settings) -> Iterator[str]:
         yield counted_twice(correction.kind, loss.name)
 
 
+def distillation_fits(launch: Settings) -> Iterator[str]:
+    """A wrong kind or divergence is reported with the other choices."""
+    config, settings, loss = launch.config, DistillationSettings.of(launch.config), launch.loss
+    if settings is None or config.distillation not in tuple(Distillation) or settings.divergence not in DIVERGENCES:
+        return
+    for problem in settings.problems():
+        yield f"distillation_{problem}"
+    if config.distillation == Distillation.SAMPLED and settings.divergence != _DEFAULTS["distillation_divergence"]:
+        yield (
+            f"distillation_divergence={settings.divergence} has no effect with --distillation sampled, whose advantages train "
+            "reverse_kl: remove it, or give top K ids with --distillation topk"
+        )
+    if config.distillation == Distillation.SAMPLED and loss is not None and loss.level == "sequence":
+        yield (
+            f"--distillation sampled with policy_loss={config.policy_loss}: the teacher gives each token its own advantage, and "
+            "this loss takes one a sample; choose a token-level loss (grpo), or --distillation topk"
+        )
+    if config.sampling_support == SupportUse.REPLAY:
+        yield (
+            f"--distillation {config.distillation} with --sampling-support replay: the teacher is of the whole vocabulary, "
+            "and the loss scores among the kept ids; remove one of them"
+        )
+
+
 def settings_are_read(launch: Settings) -> Iterator[str]:
     """What nothing reads beside the other settings. What a host reports by itself, its own rules know."""
     config, given = launch.config, launch.set_flags
     has_no_kl, has_no_metrics = config.kl_coefficient == 0, config.policy_metrics == PolicyMetrics.NONE
+    has_no_teacher = config.distillation == Distillation.NONE
     has_head = config.fused_lm_head_loss is True
     has_budget = "--max-logits-bytes" in given or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
     # The default watches every run. Only a user who sets the flag expects it to work.
@@ -132,6 +161,10 @@ def settings_are_read(launch: Settings) -> Iterator[str]:
     # The setting, whether it is set and not read, what is missing, the flag that adds it.
     rows = (
         ("kl_estimator", config.kl_estimator != DEFAULT_KL_ESTIMATOR and has_no_kl, "a KL term", "--kl-coefficient"),
+        *(
+            (name, has_no_teacher and getattr(config, name) != _DEFAULTS[name], "a teacher", "--distillation")
+            for name in _OF_TEACHER
+        ),
         ("allow_partial_prompt_groups", has_no_size, "a size of groups", "--samples-per-prompt"),
         ("max_logits_bytes", has_budget and not has_head, "the fused head", "--fused-lm-head-loss"),
         ("watchdog", has_watchdog and has_no_metrics, "metrics", "--policy-metrics basic"),
@@ -231,6 +264,7 @@ RULES = (
     numbers_fit_the_loss,
     entropy_of_a_loss_is_known,
     corrections_fit,
+    distillation_fits,
     settings_are_read,
     numbers_are_in_range,
     choices_are_listed,
