@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.count import StepTotals, count_step, prompt_digest
 from megatron_rl.errors import DataError
-from megatron_rl.weights import loss_aggregation_names, register_loss_aggregation, regularizer_weights, sample_token_weights
+from megatron_rl.weights import (
+    get_loss_aggregation,
+    loss_aggregation_names,
+    register_loss_aggregation,
+    regularizer_weights,
+    sample_token_weights,
+)
 
 # Step S: per-token losses (1, 2, 3, -). N = 4, P = 2, T = 7, M_a = 6, M_b = 1.
 S_LOSSES = [1, 2, 3, 0]
@@ -60,7 +66,7 @@ def weights_of(name: str, step: tuple, divisor: object = 8.0) -> torch.Tensor:
     """step: what count_step returns."""
     totals, tokens, prompt_tokens, rollouts = step
     of_rollouts = {} if rollouts is None else {"rollout_token_counts": rollouts.tokens, "rows_of_rollout": rollouts.rows}
-    divisor = divisor if name == "constant" else None
+    divisor = divisor if get_loss_aggregation(name).takes_divisor else None
     return sample_token_weights(name, tokens, totals, prompt_token_counts=prompt_tokens, divisor=divisor, **of_rollouts)
 
 

@@ -1,4 +1,4 @@
-"""Estimates KL(policy, reference) at a token: five estimators, and how another one is declared.
+"""Estimates KL(policy, reference) at a token: the estimators, and how another one is declared.
 
 d = log_prob - ref_log_prob, rho = exp(log_ratio). docs/corrections.md says what each expectation is.
 """

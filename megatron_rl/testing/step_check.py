@@ -205,7 +205,7 @@ def _other_aggregations(samples: Sequence[StepSample], config: PolicyLossConfig)
     has_rollouts = rollout_ids_of(samples) is not None
     names = [name for name in oracle.AGGREGATIONS if has_rollouts or not get_loss_aggregation(name).needs_rows]
     return {
-        name: {"loss_aggregation": name, "loss_aggregation_divisor": DIVISOR if name == "constant" else None}
+        name: {"loss_aggregation": name, "loss_aggregation_divisor": DIVISOR if get_loss_aggregation(name).takes_divisor else None}
         for name in names
         if name != config.loss_aggregation
     }
