@@ -55,6 +55,7 @@ from megatron_rl.ops.distribution import HeadTeacher, LogitsTeacher, TopKTeacher
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput, loss_of_log_probs
+from megatron_rl.weights import get_loss_aggregation
 
 
 @dataclass(frozen=True)
