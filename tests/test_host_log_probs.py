@@ -1,7 +1,4 @@
-"""Our log-probabilities and head in the place of a trainer's own: numbers of each host's functions, where they write, another host.
-
-tests/test_carried_rows.py has whole steps, and the hosts' own code.
-"""
+"""Our log-probabilities and head in the place of a trainer's own: numbers of each host's functions, where they write, another host."""
 
 from __future__ import annotations
 

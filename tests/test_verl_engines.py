@@ -286,8 +286,6 @@ class Bridge:
         """`build` has loaded them."""
 
 
-# Its runs and ours
-
 PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 3, 3, 16, 0.9
 SPECIAL = 2  # ids in front, of which transformers gives padding no gradient
 CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (1.0, 0.28)}
