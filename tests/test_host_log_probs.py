@@ -1,4 +1,4 @@
-"""Our log-probabilities and head in the place of a trainer's own: numbers of each host's functions, where they write, another host."""
+"""Our log-probabilities and head in the place of a trainer's own: each host's functions, where they write, another host."""
 
 from __future__ import annotations
 
