@@ -269,11 +269,6 @@ def test_settings_of_trl_that_would_train_another_loss_are_refused(trainers):
         module.GSPOTrainer({}, beta=0.1)
 
 
-def test_a_step_in_which_trl_masks_every_completion_has_weights_of_zero(trainers):
-    trainer = example("trl_trainer").GSPOTrainer({"completion_mask": torch.zeros(SHARE, WIDTH)})
-    assert trainer._generate_and_score_completions(None)["token_weights"].tolist() == [0.0] * SHARE
-
-
 def test_the_gradient_in_prime_rl_is_that_of_the_whole_step(trainers):
     module = example("prime_rl_loss")
     kept = [index for index, sample in enumerate(SAMPLES) if any(sample.loss_mask)]  # others are as its padding

@@ -220,7 +220,6 @@ def foreign(kind, logits, batch):
     if kind == "in place":
         logits /= 0.7
     return {
-        "vector": lambda: logits.sum(-1),
         "draws": lambda: (values(logits, batch) * torch.rand(len(batch.labels))).sum(),
         "by parallel state": lambda: (
             vocab_parallel_log_probs(logits, batch.labels, loss_mask=batch.loss_mask).sum() / batch.num_tokens
@@ -271,11 +270,6 @@ WRONG = [
 def test_a_loss_that_depends_on_the_layout_fails_with_the_layout_and_the_factor(pool, loss, layout, reduction, message):
     said = refusal(pool, loss, layout, reduction=reduction)
     assert said.startswith("the gradient depends on the layout:\n  ") and re.search(message, said)
-
-
-def test_what_a_loss_raises_on_one_process_is_shown(pool):
-    with pytest.raises(RankError, match="grad can be implicitly created only for scalar outputs"):
-        is_invariant(pool, "vector")
 
 
 def test_a_loss_that_raises_on_a_layout_is_told_after_the_layouts_before_it(pool):

@@ -27,7 +27,8 @@ from trainer_cases import (
 )
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.train.options import PRESETS
+from megatron_rl.train.collection import reads_old_log_probs
+from megatron_rl.train.options import PRESETS, TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts, record_of, save_rollouts
 from megatron_rl.train.tasks import make_task
 
@@ -325,6 +326,14 @@ def test_off_policy_samples_of_the_run_s_own_engine_are_dropped_after_a_step(poo
 
 
 # The first step of a rollout is on-policy: no forward measures its old log-probabilities, unless something reads them before it
+
+
+def test_what_reads_old_log_probs_before_the_step_keeps_the_forward():
+    """As a file of rollouts that is written does. With top-p the sampler reports its own."""
+    off_policy = replace(GRPO, off_policy_sequence_delta=0.1)
+    assert not reads_old_log_probs(TrainOptions(), GRPO)
+    assert reads_old_log_probs(TrainOptions(router_replay="old_log_probs"), GRPO)
+    assert reads_old_log_probs(TrainOptions(), off_policy) and not reads_old_log_probs(TrainOptions(**TOP_P), off_policy)
 
 
 def measuring_run_on_rank(rank, *given):
