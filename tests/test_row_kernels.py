@@ -38,6 +38,7 @@ from megatron_rl.ops.backends import (
     one_read_configuration,
     vocab_shard,
 )
+from megatron_rl.ops.log_probs_torch import merge_shards
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.policy_loss.api import PolicyLossOutput
 
@@ -47,6 +48,7 @@ from megatron_rl.ops.log_probs_triton import (
     LIST_BLOCK,
     list_rows,
     logits_gradient_triton,
+    merge_shards_triton,
     row_results_triton,
 )
 from megatron_rl.ops.rows_triton import unit_gradient
@@ -219,6 +221,17 @@ def test_rows_without_a_gradient_are_never_read():
     assert (out[~needed] == 0).all() and out.isfinite().all()
     _, _, gradient = dense_scores(logits[needed], labels[needed], c[needed], e[needed], 1.0)
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
+
+
+def test_the_merge_of_more_rows_than_two_programs_take_is_the_twins():
+    parts = torch.randn(5, 257, 4, generator=torch.Generator().manual_seed(1))
+    parts[..., 0] *= 40  # parts that are far apart
+    parts[..., 1] = parts[..., 1].abs() + 0.1
+    active, shard = torch.arange(257) % 3 > 0, VocabShard(0, 1, 1 / 0.9, 1)
+    got = merge_shards_triton(parts.to(KERNEL_DEVICE), active.to(KERNEL_DEVICE), shard)
+    for ours, theirs in zip(got, merge_shards(parts, active, shard), strict=True):
+        torch.testing.assert_close(ours.cpu()[active], theirs[active], rtol=2e-6, atol=1e-5)  # log-probabilities up to 200
+    assert all((ours.cpu()[~active] == 0).all() for ours in got[2:])
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
