@@ -202,7 +202,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("sampling_support", *(SamplingSupport.from_lists([[0, 2]] * 4 + [ids]) for ids in ([1, 2], [0, 2, 2], [0, 4]))),
     ],
     loss_with_teacher: [
-        *each("ids", (0, 4), (0, -1), (2, 2), (0.0, 1.0), (0, 1, 2)),
+        *each("ids", (0, 4), (0, -1), (2, 2), (0, 1, 2)),
         {"ids": (0, 1, 2, 3, 4), "log_probs": (-2.0,) * 5},
         *each("log_probs", (-0.1, -0.2), (-1.0, 0.5), (-1.0, math.nan)),
         *each("divergence", "kl"),

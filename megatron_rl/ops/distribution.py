@@ -73,8 +73,7 @@ Teacher = TopKTeacher | LogitsTeacher | HeadTeacher
 
 
 def check_teacher(teacher: object, shape: tuple[int, ...], vocab_size: int, loss_mask: Tensor) -> None:  # shape: [T, V_tp]
-    """Raises DataError for another type, shape, dtype or device than these rows have and, on the CPU, for ids of the unmasked rows
-    that are outside the vocabulary or double, and for log-probabilities that are no distribution's."""
+    """Raises DataError for another type or shape and, on the CPU, for unmasked rows whose ids are no part of a distribution."""
     if not isinstance(teacher, Teacher):
         raise DataError(f"teacher is {type(teacher).__name__}: pass a TopKTeacher, LogitsTeacher or HeadTeacher")
     num_tokens, num_columns = shape
@@ -84,11 +83,6 @@ def check_teacher(teacher: object, shape: tuple[int, ...], vocab_size: int, loss
         if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[0] != length:
             given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise DataError(f"{field.name} of the teacher must be a tensor [{length}, *], got {given}")
-        if tensor.is_floating_point() == (field.name == "ids") or tensor.device != loss_mask.device:
-            dtype = "int64" if field.name == "ids" else "a floating dtype"
-            raise DataError(
-                f"{field.name} of the teacher is {tensor.dtype} on {tensor.device}: it must be {dtype} on {loss_mask.device}"
-            )
     if isinstance(teacher, LogitsTeacher) and teacher.logits.shape[1] != num_columns:
         raise DataError(
             f"logits of the teacher have {teacher.logits.shape[1]} columns on this tp rank and the policy's {num_columns}: pad "
@@ -142,8 +136,7 @@ class DistributionTerm:
         tp_group: Group,
         loss_mask: Tensor,  # [T] bool
         dtype: torch.dtype,
-        *,
-        teacher_temperature: float = 1.0,
+        teacher_temperature: float,
     ):
         self.divergence, self.teacher, self.shard, self.tp_group = divergence, teacher, shard, tp_group
         self.inverse_teacher_temperature, self.loss_mask = 1.0 / teacher_temperature, loss_mask
@@ -171,7 +164,8 @@ class DistributionTerm:
         sums = all_gather_stack(sums, self.tp_group).sum(0)
         value, slope = sums[:, 0], sums[:, 1]
         if self._has_tail:
-            self._numbers[rows] = sums[:, 2]
+            # Where all of the tail is below the smallest number, its columns have gradient 0.
+            self._numbers[rows] = sums[:, 2].clamp(min=torch.finfo(sums.dtype).tiny)
             tail = self._tail(rows)
             value, slope = value + tail.value, slope + tail.slope
         if isinstance(self.teacher, TopKTeacher):  # on CUDA nobody has read the ids
@@ -218,7 +212,7 @@ class DistributionTerm:
         of_ids = self.divergence(of_ids, log_q).slope - of_ids.exp() * slopes
         factors = -slopes
         if self._has_tail:
-            factors = factors + (self._tail(part).slope / self._numbers[part].clamp(min=_tiny(log_p)))[:, None]
+            factors = factors + (self._tail(part).slope / self._numbers[part])[:, None]
         # One column more gets what belongs to another rank's ids.
         gradient = torch.nn.functional.pad(log_p.exp_().mul_(factors), (0, 1))
         return gradient.scatter_(1, places, of_ids)[:, :-1]
@@ -242,8 +236,7 @@ class DistributionTerm:
     def _tail(self, rows: slice | Tensor) -> BucketValues:  # [n] each
         _, log_q = self._pairs(rows)
         mass = 1.0 - log_q.double().exp().sum(-1)
-        p = self._numbers[rows]
-        return self.divergence(p.clamp(min=_tiny(p)).log(), mass.clamp(min=TAIL_FLOOR).log().to(p.dtype))
+        return self.divergence(self._numbers[rows].log(), mass.clamp(min=TAIL_FLOOR).log().to(self.values.dtype))
 
     def _pairs(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:  # ids and log q [n, K]
         assert isinstance(self.teacher, TopKTeacher)
@@ -288,11 +281,6 @@ class DistributionTerm:
         if isinstance(rows, slice):
             return slice(rows.start + block.start, rows.start + block.stop)
         return rows[block]
-
-
-def _tiny(like: Tensor) -> float:
-    """Where all of the tail is below the smallest number, its columns have gradient 0."""
-    return torch.finfo(like.dtype).tiny
 
 
 class DistilledLogProbs(torch.autograd.Function):

@@ -299,15 +299,8 @@ def distribution_term(batch: LossBatch, options: LossOptions, shard: VocabShard,
     """The term of a call whose batch has a teacher of rows."""
     settings = options.distillation
     assert settings is not None and batch.teacher is not None
-    return DistributionTerm(
-        settings.function,
-        batch.teacher,
-        shard,
-        options.tp_group,
-        batch.loss_mask,
-        dtype,
-        teacher_temperature=settings.teacher_temperature,
-    )
+    function, temperature = settings.function, settings.teacher_temperature
+    return DistributionTerm(function, batch.teacher, shard, options.tp_group, batch.loss_mask, dtype, temperature)
 
 
 def reduce(

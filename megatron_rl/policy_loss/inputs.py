@@ -150,10 +150,8 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
         if (batch.teacher is None) == (batch.teacher_log_probs is None):
             raise ConfigError("distillation needs either teacher, for each row, or teacher_log_probs [T] of the labels; pass one")
         if options.distillation.teacher_temperature != 1.0 and (batch.teacher is None or isinstance(batch.teacher, TopKTeacher)):
-            raise ConfigError(
-                f"teacher_temperature={options.distillation.teacher_temperature} has no effect on log-probabilities: ask the "
-                "teacher for those at it, or leave it out"
-            )
+            temperature = options.distillation.teacher_temperature
+            raise ConfigError(f"teacher_temperature={temperature} has no effect on a teacher's log-probabilities: leave it out")
         if batch.sampling_support is not None:
             raise ConfigError("distillation compares over the whole vocabulary, and sampling_support keeps a part: leave one out")
     elif batch.teacher is not None or batch.teacher_log_probs is not None:
