@@ -22,12 +22,13 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron import probe
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.megatron.probe import probe_schedule
-from megatron_rl.megatron.schedule import scale_for_schedule
+from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 
 pytestmark = pytest.mark.megatron
 
@@ -92,20 +93,33 @@ def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
         assert 123 in sizes and 246 not in sizes
 
 
-def gathered_on_rank(rank, config):
-    trainer = cases.tiny_trainer(config)
+def gathered_on_rank(rank):
+    trainer = cases.tiny_trainer(PolicyLossConfig())
     find_output_layer(trainer.model).gather_output = True
     return error_of(lambda: trainer.step([cases.ragged_step()]))
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["logits", "fused head"])
-def test_logits_that_tensor_parallel_ranks_gather_are_refused_on_each(pool, is_fused):
+def test_logits_that_tensor_parallel_ranks_gather_are_refused_on_each(pool):
     """The loss would be right, and the part of the head of every rank but the first would have the gradient 0."""
-    config = PolicyLossConfig(fused_lm_head_loss=is_fused)
-    one, two = pool.run(gathered_on_rank, config, world_size=2, tensor_model_parallel_size=2)
+    one, two = pool.run(gathered_on_rank, world_size=2, tensor_model_parallel_size=2)
     assert one == two
     assert one.startswith("ConfigError: the output layer gathers its logits over 2 tensor-parallel ranks (gather_output=True)")
     assert "build the model with parallel_output=True" in one
+
+
+def unscaled_on_rank(rank):
+    """The error of a step whose schedule divides by another number of micro-batches than the step has."""
+    trainer = cases.tiny_trainer(PolicyLossConfig())
+    with mock.patch.object(
+        forward_step_module, "delivered_factor", lambda *given, **named: 2.0 * delivered_factor(*given, **named)
+    ):
+        return error_of(lambda: trainer.step([cases.ragged_step()]))
+
+
+def test_a_backward_that_delivers_another_factor_is_refused(pool):
+    """It would train on another scale, and a kernel that has made the gradient in forward could not mend it."""
+    (error,) = pool.run(unscaled_on_rank, world_size=1)
+    assert error.startswith("ConfigError: loss_scale=2.0 was declared and backward delivers 1.0"), error
 
 
 def rollouts_on_rank(rank):

@@ -271,13 +271,6 @@ def test_rows_equal_a_loop_over_tokens(bounds, rows, groups, kind, smallest_cut,
     attention_module._runs.cache_clear()
 
 
-def test_a_softmax_that_is_off_by_one_has_sinks_of_0():
-    inputs = random_inputs(6)
-    output, _ = outputs_and_gradients(module := attention(softmax_type="off-by-one"), *inputs)
-    torch.testing.assert_close(output, loop_reference(*inputs, [0], sinks=torch.zeros(HEADS).double())[0], **EXACT)
-    assert not [*module.parameters()] and not module.state_dict()
-
-
 def test_the_layers_with_a_window_are_those_that_megatron_gives_one():
     """By hand: each second layer without one; a list names the layers that have one; -1 is no window."""
     cases = {((5, 0), 2): [5, None, 5, None], ((5, 0), (0, 1, 1, 0)): [None, 5, 5, None], ((5, 0), None): [5] * 4}
