@@ -361,11 +361,9 @@ PLANTED = {
     "item": (LOOK, lambda: on_device().sum().item()),
     "cpu": (LOOK, lambda: on_device().cpu()),
     "index by a mask": (LOOK, lambda: on_device()[on_device() > 0]),
-    "repeat_interleave by a tensor": (LOOK, lambda: torch.repeat_interleave(on_device(), mark(torch.ones(5, dtype=torch.int64)))),
     "in backward": (LOOK, backward_that_looks),
     "torch.tensor": (COPY, lambda: torch.tensor([1, 2], device="cuda")),
     "to the device": (COPY, lambda: torch.ones(5).to("cuda")),
-    "copied from a CPU tensor": (COPY, lambda: on_device().copy_(torch.zeros(5))),
     "index by a CPU tensor": (COPY, lambda: on_device()[torch.tensor([0, 1])]),
     "sum of both": (MIXTURE, lambda: on_device() + torch.ones(5)),
 }
