@@ -36,7 +36,7 @@ OURS, OURS_ENTROPY, ONE_READ = "ours, in place", "ours, in place, entropy", "our
 GUESSES = {f"{ONE_READ}, right guess": 1.0, f"{ONE_READ}, wrong guess": 2.0}
 EAGER, COMPILED = "eager torch", "torch.compile"
 CPU_OURS, CPU_OURS_IN_PLACE = "ours, torch", "ours, torch, in place"
-SHIPPED, TORCH_TWIN = ", as shipped", "torch twin"
+SHIPPED, TORCH_VERSION = ", as shipped", "torch version"
 NOT_IN_TORCH = "vocabulary shards, entropy, context parallelism"
 # A program has 32 lanes a warp, each loads 128 bits: more warps are more lanes.
 STATISTICS_CONFIGURATIONS = tuple(
@@ -286,13 +286,13 @@ class KernelProblem(LogitsProblem):
 
 
 def kernel_providers(case: BenchmarkCase, device_kind: str) -> list[Provider]:
-    """Each configuration; on CUDA the shipped one is first. The torch twin shows what the kernel replaces."""
+    """Each configuration; on CUDA the shipped one is first. The torch version shows what the kernel replaces."""
     is_statistics = case.kernel == STATISTICS
     shipped = StatisticsConfiguration() if is_statistics else GradientConfiguration()
     others = STATISTICS_CONFIGURATIONS if is_statistics else GRADIENT_CONFIGURATIONS
     triton = [_configured(one, SHIPPED if one == shipped else "") for one in dict.fromkeys((shipped, *others))]
-    twin = Provider(TORCH_TWIN, lambda problem: problem.step(row_results_torch, logits_gradient_torch), is_ours=True)
-    return [twin, *triton] if device_kind == "cpu" else [*triton, twin]
+    plain = Provider(TORCH_VERSION, lambda problem: problem.step(row_results_torch, logits_gradient_torch), is_ours=True)
+    return [plain, *triton] if device_kind == "cpu" else [*triton, plain]
 
 
 def _configured(configuration: StatisticsConfiguration | GradientConfiguration, suffix: str) -> Provider:

@@ -15,10 +15,10 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
-from megatron_rl.config import PolicyLossConfig, Route, flag_fields
+from megatron_rl.config import LaunchMethod, PolicyLossConfig, flag_fields
 from megatron_rl.declare import POLICY_LOSSES, Parameter, declared_parameters
 from megatron_rl.errors import ConfigError
-from megatron_rl.validation import CHOICES, REGISTRIES, Settings, field_of, find_problems, flag_of, routes_of_flags
+from megatron_rl.validation import CHOICES, REGISTRIES, Settings, field_of, find_problems, flag_of, methods_of_flags
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -58,7 +58,7 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
     return parser
 
 
-def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM) -> PolicyLossConfig:
+def validate_megatron_rl_args(args: Namespace, method: LaunchMethod = LaunchMethod.MEGATRON_LM) -> PolicyLossConfig:
     """The configuration in `args`, with defaults filled in. `args` is not changed.
 
     Values may be strings, because a host may merge a YAML file into `args`. Raises one ConfigError with every problem: flags that
@@ -79,7 +79,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
     launch = Settings(
         config=PolicyLossConfig(**settings, loss_parameters=parameters),
-        route=Route(route),
+        method=LaunchMethod(method),
         set_flags=frozenset(set_flags),
         arguments=given,
     )
@@ -172,7 +172,7 @@ def _dropped_flags(given: Mapping[str, object]) -> Iterator[str]:
             "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags that they do "
             "not know, or its key is misspelt; start with python -m megatron_rl.hosts.launch"
         )
-    for flag in routes_of_flags():
+    for flag in methods_of_flags():
         key = flag.removeprefix("--")
         if "-" in key and key in given:
             yield f"{key}={given[key]!r} has no effect: keys have underscores; write {field_of(flag)}"

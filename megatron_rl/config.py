@@ -98,8 +98,8 @@ class Watchdog(StrEnum):
     RAISE = "raise"
 
 
-class Route(StrEnum):
-    """How a launch reaches the loss. Which flag works on which route: `validation.routes_of_flags`."""
+class LaunchMethod(StrEnum):
+    """How a launch reaches the loss. Which flag works on which launch method: `validation.methods_of_flags`."""
 
     REDUCER = "reducer"
     CUSTOM_LOSS = "custom_loss"

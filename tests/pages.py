@@ -35,11 +35,11 @@ from test_doctor import SICK_MACHINE
 from megatron_rl.__main__ import main as megatron_rl
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
 from megatron_rl.commands import doctor
-from megatron_rl.config import CorrectionLevel, Route, flag_fields
+from megatron_rl.config import CorrectionLevel, LaunchMethod, flag_fields
 from megatron_rl.declare import POLICY_LOSSES, declared_parameters, get_policy_loss, policy_loss_names
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.validation import flag_of, routes_of_flags
+from megatron_rl.validation import flag_of, methods_of_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(?:<!-- (?P<comment>.*?) -->\n+)?```(?P<language>\w*)\n(?P<text>(?:(?!```).*\n)*)```$", re.MULTILINE)
@@ -257,21 +257,21 @@ def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
 
 
 def arguments_page() -> str:
-    """Every flag, from PolicyLossConfig, its routes and the parameters of losses."""
-    meanings, routes_of_flag = field_meanings(), routes_of_flags()
+    """Every flag, from PolicyLossConfig, its methods and the parameters of losses."""
+    meanings, methods_of_flag = field_meanings(), methods_of_flags()
     lines = [
         "# Flags",
         "",
         "One argparse group, `megatron_rl`; `megatron_rl.arguments.add_megatron_rl_args(parser)` adds it. A flag that",
         "is not given takes its default. In a YAML file that a host merges, a key is the flag's name with underscores",
-        "and without the dashes in front. A flag that is set on a route where it has no effect is an error.",
+        "and without the dashes in front. A flag that is set on a launch method where it has no effect is an error.",
         "",
-        "| flag | value | default | routes | meaning |",
+        "| flag | value | default | methods | meaning |",
         "|---|---|---|---|---|",
     ]
     for field in flag_fields():
         value = (metavar_of(field) or "no value").strip("{}").replace(",", ", ")
-        cells = (value, default_text(field), _places(routes_of_flag[flag_of(field.name)]), " ".join(meanings[field.name].split()))
+        cells = (value, default_text(field), _places(methods_of_flag[flag_of(field.name)]), " ".join(meanings[field.name].split()))
         lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
     lines += [
         "",
@@ -291,8 +291,8 @@ def arguments_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _places(routes: frozenset[Route]) -> str:
-    return "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
+def _places(methods: frozenset[LaunchMethod]) -> str:
+    return "all" if methods == frozenset(LaunchMethod) else ", ".join(method for method in LaunchMethod if method in methods)
 
 
 WHOLE_PAGES: dict[str, Callable[[], str]] = {

@@ -18,7 +18,7 @@ from helpers import CLIP, S_PROMPTS, names_forgotten, s_masks
 from torch import Tensor
 
 from megatron_rl import Parameter, register_correction, register_loss_aggregation, register_policy_loss
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import LaunchMethod, PolicyLossConfig
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError, DataError
@@ -234,7 +234,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("name", "grpo"),
         *each("function", lambda log_probs, old_log_probs, advantages: None, lambda log_ratio, advantages, cap: None),
         {"needs": ("mean_log_ratio",), "level": "sequence"},
-        {"level": "sequence", "triton": "m.twin", "token_clip": of_ones_own},
+        {"level": "sequence", "triton": "m.version", "token_clip": of_ones_own},
         *each("parameters", (Parameter("log_ratio", 1.0, "a taken name"),)),
         {"clip_ratios": (0.2, -1.0), "function": get_policy_loss("grpo").function},
     ],
@@ -303,12 +303,12 @@ PARALLEL = {**TP_2, "sequence_parallel": True}
 LOCAL = {"transformer_impl": "local"}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
 LATENT = {"multi_latent_attention": True}
-IN_HOST = {"route": Route.REDUCER}
-IN_TRAIN = {"route": Route.TRAIN}
+IN_HOST = {"method": LaunchMethod.REDUCER}
+IN_TRAIN = {"method": LaunchMethod.TRAIN}
 MTP = {**PER_TOKEN, **IN_HOST, "mtp_num_layers": 1, "enable_mtp_training": True, "context_parallel_size": 2}
 OWN = {"loss_aggregation": "own_losses.odd"}
 
-# rule: fields of PolicyLossConfig, the route, and arguments of the launch. tests/messages.txt has what is said.
+# rule: fields of PolicyLossConfig, the launch method, and arguments of the launch. tests/messages.txt has what is said.
 REFUSED_BY_RULES: dict[str, list[dict]] = {
     "host_switches_are_true_or_false": [{"calculate_per_token_loss": "false"}, {"use_tis": 1}],
     "names_are_registered": [
@@ -335,7 +335,7 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
         {**PLAIN, "loss_parameters": {"scale": 3.0}},
         {**PLAIN, "loss_parameters": {"cap": 1.0}},
     ],
-    "entropy_of_a_loss_is_known": [{"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS}],
+    "entropy_of_a_loss_is_known": [{"policy_loss": "own_losses.heeding", "method": LaunchMethod.CUSTOM_LOSS}],
     "corrections_fit": [{"importance_correction": "mask"}, {**TIS, "policy_loss": ANCHORED}],
     "distillation_fits": [
         {**TOPK, "distillation_beta": 0.3},
@@ -385,9 +385,9 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
     ],
     "steps_hold_whole_prompt_groups": [{**GROUPS_OF_4, "global_batch_size": 30}],
     "flags_have_an_effect": [
-        {"docs_per_step": 64, "route": Route.MEGATRON_LM},
+        {"docs_per_step": 64, "method": LaunchMethod.MEGATRON_LM},
         {"policy_loss": "grpo", "set_flags": frozenset({"--policy-loss"}), **IN_HOST},
-        {**TOPK, "route": Route.CUSTOM_LOSS},
+        {**TOPK, "method": LaunchMethod.CUSTOM_LOSS},
     ],
 }
 ALLOWED_BY_RULES: dict[str, list[dict]] = {
@@ -405,7 +405,7 @@ ALLOWED_BY_RULES: dict[str, list[dict]] = {
     ],
     "entropy_of_a_loss_is_known": [
         {"policy_loss": "own_losses.heeding"},
-        {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS, "policy_metrics": "none"},
+        {"policy_loss": "own_losses.heeding", "method": LaunchMethod.CUSTOM_LOSS, "policy_metrics": "none"},
     ],
     "corrections_fit": [{"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED}],
     "distillation_fits": [
@@ -457,7 +457,7 @@ NOT_WARNED = [{}, TOKEN_MEAN, {"kl_coefficient": 0.1}, *({"policy_loss": name} f
 def launch(settings: dict) -> Settings:
     of_config = {field.name for field in fields(PolicyLossConfig)}
     config = PolicyLossConfig(**{name: value for name, value in settings.items() if name in of_config})
-    own = {name: settings[name] for name in ("route", "set_flags") if name in settings}
+    own = {name: settings[name] for name in ("method", "set_flags") if name in settings}
     arguments = {name: value for name, value in settings.items() if name not in {*of_config, *own}}
     return Settings(config=config, **own, arguments=arguments)
 
@@ -487,7 +487,9 @@ def warnings_at(settings: dict) -> list[str]:
 
 def as_settings(settings: dict) -> str:
     """What a user would recognise; set_flags only says that a default was written out."""
-    shown = {name: str(value) if isinstance(value, Route) else value for name, value in settings.items() if name != "set_flags"}
+    shown = {
+        name: str(value) if isinstance(value, LaunchMethod) else value for name, value in settings.items() if name != "set_flags"
+    }
     return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.choice import Launch
-from megatron_rl.hosts.heads.carried_rows import carry_rows
+from megatron_rl.hosts.heads.row_proxy import make_row_proxy
 from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
@@ -152,7 +152,7 @@ class Strategy:
         whole = torch.cat(rows, dim=1 if self.use_sequence_packing else 0)
         if self.is_fused:  # the rows as hidden states of a head whose weight is the unit matrix
             inputs = HeadInputs(whole.transpose(0, 1), torch.eye(VOCABULARY)[shard], False)
-            return carry_rows(inputs, self.groups.tp, roll.HEAD).transpose(0, 1).contiguous()
+            return make_row_proxy(inputs, self.groups.tp, roll.HEAD).transpose(0, 1).contiguous()
         return whole[..., shard].contiguous()
 
 

@@ -228,7 +228,7 @@ def record(launch: Callable[[], None], target: int) -> list[Binary]:
     found: list[Binary] = []
 
     def describe(function, hook, key, signature, *others) -> bool:
-        # Triton calls it just before it compiles. Its own hook writes the constants as JSON, which fails for a twin before 3.7.
+        # Triton calls it just before it compiles. Its own hook writes the constants as JSON, which fails for a loss before 3.7.
         constants, options, configs, _ = others[-4:]
         names = list(signature)
         found.append(
@@ -314,7 +314,7 @@ SIZES = [
     *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
 ]
 TEMPERATURES = (1.0, 0.7)
-TWINS = [name for name in policy_loss_names() if get_policy_loss(name).triton]
+TRITON_LOSSES = [name for name in policy_loss_names() if get_policy_loss(name).triton]
 
 
 class PretendedPair:
@@ -486,7 +486,7 @@ def make_launches() -> dict[str, Callable[[], None]]:
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ],
     }
-    for name in TWINS:
+    for name in TRITON_LOSSES:
         options = {"has_sampler": get_policy_loss(name).anchor == "rollout"}
         launches[name] = functools.partial(policy_loss, functools.partial(front_door, name), **options)
     for name in KL_ESTIMATORS.names():

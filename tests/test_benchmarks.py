@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 LOSSES = [case for case in CASES["losses"]["cpu"] if case.kind == "loss"]
 HEAD = BenchmarkCase(80, 304, 16, dtype=torch.float32)
 TINY = ["losses", "--device", "cpu", "--rounds", "3", "--case", "T 64, V 512", "--case", "gradient kernel"]
-OURS_ALONE = ["--provider", "ours, torch", "--provider", "eager", "--provider", "twin"]  # a peer is an import of seconds
+OURS_ALONE = ["--provider", "ours, torch", "--provider", "eager", "--provider", "torch version"]  # a peer is an import of seconds
 TINY_HEAD = ["head", "--device", "cpu", "--shape", "40,8,70", "--rounds", "1"]
 FEW_ROUNDS = Settings(rounds=1, seconds_per_provider=1e-9)
 

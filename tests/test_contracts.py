@@ -100,15 +100,15 @@ def test_an_advantage_of_zero_gives_nothing(name):
         assert not part[given["advantages"] == 0].any()
 
 
-def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
-    from triton_code import twin_kernel
+def by_triton(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
+    from triton_code import loss_kernel
 
     from megatron_rl.policy_loss.reduce_triton import triton_version
 
     vectors = [given["log_ratio"], given["advantages"], given["log_probs"], *given["vectors"].values()]
     log_ratio, advantages, log_probs, *further = (x.to(KERNEL_DEVICE) for x in vectors)
     outputs = [torch.full_like(log_ratio, math.nan) for _ in range(3)]
-    twin_kernel[(1,)](
+    loss_kernel[(1,)](
         *(log_ratio, advantages, log_probs, tuple(further) or None, *outputs, 1.0 - clip[0], 1.0 + clip[1]),
         tuple(parameters.values()) or None,
         log_ratio.numel(),
@@ -121,10 +121,10 @@ def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, 
 
 
 # Of float32: e^20 is good to 20 x 2^-24 and an ulp or two of exp.
-OF_TWINS = {"rtol": 4e-6, "atol": 1e-6}
+OF_TRITON = {"rtol": 4e-6, "atol": 1e-6}
 
 
-@pytest.mark.parametrize("of", [evaluate, pytest.param(by_twin, marks=KERNEL)], ids=["torch", "triton"])
+@pytest.mark.parametrize("of", [evaluate, pytest.param(by_triton, marks=KERNEL)], ids=["torch", "triton"])
 @pytest.mark.parametrize(("name", "low"), [("dppo_tv", 0.1001), ("dppo_kl", 0.116)])
 def test_the_probability_of_a_sampler_is_at_most_1(name, low, of):
     """Its log-probability may be above 0 by rounding. pi = 0.9 and mu = 1: the fall of 0.1 is inside a bound of 0.1001, and that
@@ -132,7 +132,7 @@ def test_the_probability_of_a_sampler_is_at_most_1(name, low, of):
     loss, log_prob = get_policy_loss(name), torch.tensor([math.log(0.9)])
     given = {"log_ratio": log_prob - 0.01, "advantages": -torch.ones(1), "log_probs": log_prob, "vectors": {}}
     numbers = loss.resolve_parameters({"divergence_low": low})
-    found = evaluate(loss, **given, keywords=numbers) if of is evaluate else by_twin(loss, given, CLIP, numbers)
+    found = evaluate(loss, **given, keywords=numbers) if of is evaluate else by_triton(loss, given, CLIP, numbers)
     assert not found.is_clipped.any()
 
 
@@ -142,7 +142,7 @@ def test_the_probability_of_a_sampler_is_at_most_1(name, low, of):
 )
 @pytest.mark.kernel
 @KERNEL[1]
-def test_the_triton_twin_is_the_torch_function(name, has_defaults, clip):
+def test_the_triton_version_is_the_torch_function(name, has_defaults, clip):
     """Value, derivative and is_clipped of each element; the edges of the clip are a step away, where both round to one side.
     clip_ratio_c is an edge that both round to itself, but on a GPU."""
     loss = get_policy_loss(name)
@@ -152,9 +152,9 @@ def test_the_triton_twin_is_the_torch_function(name, has_defaults, clip):
     given = elements(loss, torch.float32, (0.0, *beside, 0.1, -0.1, *at_c, -0.5, 19.9, -19.9, 20.5, -20.5, 1e4))
     numbers = keywords(loss, clip, has_defaults=has_defaults)
     parameters = {parameter.name: numbers[parameter.name] for parameter in loss.parameters}
-    got, want = by_twin(loss, given, clip, parameters), evaluate(loss, **given, keywords=numbers)
-    for of_twin, of_torch in zip(got, want, strict=True):
-        torch.testing.assert_close(of_twin, of_torch, **OF_TWINS)
+    got, want = by_triton(loss, given, clip, parameters), evaluate(loss, **given, keywords=numbers)
+    for of_triton, of_torch in zip(got, want, strict=True):
+        torch.testing.assert_close(of_triton, of_torch, **OF_TRITON)
     assert loss.clip_ratios is None or want.is_clipped.any() and not want.is_clipped.all()
 
 
@@ -191,7 +191,7 @@ def test_the_derivative_is_that_of_the_value_where_this_is_declared(name):
     assert len(set(value.tolist())) == (1 if name in BOUNDED else 3), "exponents stop at the bound"
 
 
-def kl_by_twin(name: str, *given: Tensor) -> list[Tensor]:
+def kl_by_triton(name: str, *given: Tensor) -> list[Tensor]:
     from triton_code import kl_kernel
 
     from megatron_rl.policy_loss.reduce_triton import triton_version
@@ -205,10 +205,10 @@ def kl_by_twin(name: str, *given: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS.names() if KL_ESTIMATORS[name].triton])
 @pytest.mark.kernel
 @KERNEL[1]
-def test_the_triton_twin_of_an_estimator_is_the_torch_function(name):
+def test_the_triton_version_of_an_estimator_is_the_torch_function(name):
     given = differences(torch.float32)
-    for one, other in zip(kl_by_twin(name, *given), kl_estimate(name, *given), strict=True):
-        torch.testing.assert_close(one, other, **OF_TWINS)
+    for one, other in zip(kl_by_triton(name, *given), kl_estimate(name, *given), strict=True):
+        torch.testing.assert_close(one, other, **OF_TRITON)
 
 
 # Of float32: a step is 1.2e-7 of a number, and a few of them are taken. A GPU's e^20 is good to 20 x 2^-24 and a step or two.
@@ -216,14 +216,14 @@ def test_the_triton_twin_of_an_estimator_is_the_torch_function(name):
 K3_IN = [
     pytest.param(kl_estimate, torch.float32, 1e-6, id="torch"),
     pytest.param(kl_estimate, torch.float64, 1e-9, id="torch, float64"),
-    pytest.param(kl_by_twin, torch.float32, 1e-6 if KERNEL_DEVICE == "cpu" else 4e-6, id="triton", marks=KERNEL),
+    pytest.param(kl_by_triton, torch.float32, 1e-6 if KERNEL_DEVICE == "cpu" else 4e-6, id="triton", marks=KERNEL),
 ]
 
 
 @pytest.mark.parametrize(("estimate", "dtype", "tolerance"), K3_IN)
 def test_k3_keeps_its_digits_near_0_and_far_from_it(estimate: Callable, dtype, tolerance):
     """exp(d) - d - 1 and 1 - exp(d) of float32 numbers are 97 % and 2e-4 off at d = 1e-4: what two close policies are told by.
-    The truth has 50 digits. Up to 1 the twin takes a series, so 1 and its neighbours are among the numbers."""
+    The truth has 50 digits. Up to 1 the Triton version takes a series, so 1 and its neighbours are among the numbers."""
     one = torch.ones((), dtype=dtype)
     sizes = torch.cat([torch.logspace(-6, math.log10(20), 60, dtype=dtype).clamp(max=20), one.nextafter(0 * one)[None], one[None]])
     d = torch.cat([sizes, -sizes])

@@ -24,7 +24,7 @@ from helpers import EXACT, loop_log_probs, pool_of, random_batch
 from pages import of_own_loop
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.config import Route
+from megatron_rl.config import LaunchMethod
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.checks import check_launch, launch_warnings
 from megatron_rl.megatron.packed_bins import samples_of_bin
@@ -54,7 +54,7 @@ def test_the_launch_script_of_miles_and_slime_is_a_sound_launch(host):
     launch = check_launch(
         Namespace(**vars(add_megatron_rl_args(ArgumentParser()).parse_args([])) | flags | counts | clips | of_host)
     )
-    assert (launch.host.name, launch.route, launch.has_reward_hook) == (host, Route.CUSTOM_LOSS, True)
+    assert (launch.host.name, launch.method, launch.has_reward_hook) == (host, LaunchMethod.CUSTOM_LOSS, True)
     assert launch.config.loss_aggregation == "prompt_mean" and launch_warnings(launch) == []
 
 

@@ -23,7 +23,7 @@ from megatron_rl.count import StepTotals
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch
 from megatron_rl.weights import Formula, get_loss_aggregation, loss_aggregation_names
@@ -162,7 +162,7 @@ def test_a_sound_launch_has_the_weight_that_was_asked_for(host, arguments):
 @pytest.mark.parametrize("divisor", ["none", "num_samples"])
 @pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
 def test_each_factor_where_the_package_weighs_is_what_its_code_does(per_token, divisor):
-    """FB-91: scale_for_schedule; backward delivers of it what delivered_factor says; DDP and finalize_model_grads undo the rest."""
+    """FB-91: scale_for_schedule; backward delivers of it what backward_factor says; DDP and finalize_model_grads undo the rest."""
     of_two, of_four = (SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4))  # of LAYOUT, never used
     groups = ParallelGroups(cp=of_two, dp=of_two, dp_cp=of_four)
     totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=10)
@@ -171,7 +171,7 @@ def test_each_factor_where_the_package_weighs_is_what_its_code_does(per_token, d
     settings = {**shared, "num_local_tokens": 1}
     one = torch.ones((), dtype=torch.float64)
     scale = float(scale_for_schedule(one, 3, **settings)[0])
-    delivered = delivered_factor(3, **shared)
+    delivered = backward_factor(3, **shared)
     arguments = ["--host", "megatron_lm" if per_token else "train", "--gradient-divisor", divisor]
     arguments += ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"] * per_token
     chain = chain_of(*STEP, *arguments, *LAYOUT)
@@ -207,7 +207,7 @@ BY_ROLLOUT = [
 
 @pytest.mark.parametrize(("arguments", "weights"), BY_ROLLOUT)
 def test_rollouts_of_several_samples_weigh_as_one(arguments, weights):
-    """Fan-out is counted once, on every route that can."""
+    """Fan-out is counted once, on every launch method that can."""
     assert chain_of(*FAN_OUT, "--host", "miles", *arguments, *LAYOUT)["net_weights"] == pytest.approx(weights, **CLOSE)
 
 

@@ -28,7 +28,7 @@ from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.megatron.probe import probe_schedule
-from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 
 pytestmark = pytest.mark.megatron
 
@@ -110,9 +110,7 @@ def test_logits_that_tensor_parallel_ranks_gather_are_refused_on_each(pool):
 def unscaled_on_rank(rank):
     """The error of a step whose schedule divides by another number of micro-batches than the step has."""
     trainer = cases.tiny_trainer(PolicyLossConfig())
-    with mock.patch.object(
-        forward_step_module, "delivered_factor", lambda *given, **named: 2.0 * delivered_factor(*given, **named)
-    ):
+    with mock.patch.object(forward_step_module, "backward_factor", lambda *given, **named: 2.0 * backward_factor(*given, **named)):
         return error_of(lambda: trainer.step([cases.ragged_step()]))
 
 

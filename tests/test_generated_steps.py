@@ -48,7 +48,7 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
-from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.distribution import HeadTeacher, LogitsTeacher, TopKTeacher
@@ -284,7 +284,7 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: P
             parts.append((own, chosen, [moved[i] for i in chosen]))
     model = SimpleNamespace(calculate_per_token_loss=case.is_per_token, grad_scale_func=None, num_moe_experts=None)
     context = {"totals": totals, "config": model, "groups": groups}
-    factor = 1.0 if totals is None else delivered_factor(number, **context)
+    factor = 1.0 if totals is None else backward_factor(number, **context)
     answer = Answer({}, None, None, None, torch.zeros(size, dtype=torch.float64), 0, {}, {})
     statistics = []
     for own, chosen, samples in parts if is_last_stage else ():

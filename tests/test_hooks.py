@@ -189,7 +189,7 @@ def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
 
 
 def test_the_reducer_records_non_finite_unmasked_tokens_for_an_armed_guard():
-    """On the reducer route too; a masked NaN is none of them, and without the guard the reducer records nothing."""
+    """On the reducer launch method too; a masked NaN is none of them, and without the guard the reducer records nothing."""
     trainer = Trainer(loss_aggregation="sample_mean")
     set_global_args(trainer.args)
     reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])

@@ -20,8 +20,8 @@ from test_forward_step import SeenShapes
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.after_import import after_import
 from megatron_rl.hosts.heads import log_probs
-from megatron_rl.hosts.heads.carried_rows import carry_rows
 from megatron_rl.hosts.heads.log_probs import check_shard, log_probs_of_logits
+from megatron_rl.hosts.heads.row_proxy import make_row_proxy
 from megatron_rl.layout.groups import SINGLE, resolve_groups
 from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.ranks import run_ranks
@@ -225,7 +225,9 @@ def heads_on_a_rank(rank: int, tp: int):
 
     def output_of(h, w):
         """What NeMo-RL does between model and loss: a division, a sequence cut out, a dimension off and on, a cast."""
-        output = carry_rows(HeadInputs(h[:, None], w, len(h) < len(hidden)), group, "a.setting=true").transpose(0, 1).contiguous()
+        output = (
+            make_row_proxy(HeadInputs(h[:, None], w, len(h) < len(hidden)), group, "a.setting=true").transpose(0, 1).contiguous()
+        )
         output.div_(TEMPERATURE)
         assert output.narrow(1, 4, 3).shape[1] == 3 and output.size(-1) == columns and output.dim() == 3
         return output[:, slice(0, len(hidden))].squeeze(0).unsqueeze(0).to(torch.float32)

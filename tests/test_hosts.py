@@ -100,9 +100,9 @@ CASES |= {
 # Who reduces, with the weights that our hook puts into rewards or without. The host's reducer and our loss divide by the tokens of
 # a sample's rollout; our reducer sees no rollouts.
 WEIGHTED = {
-    f"{mode}, {route}, {host}": Case(host=host, settings=REDUCED_BY[route] | REWARD | aggregation, size=size)
+    f"{mode}, {method}, {host}": Case(host=host, settings=REDUCED_BY[method] | REWARD | aggregation, size=size)
     for host, size in (("miles", 1), ("slime", 2))
-    for route in REDUCED_BY
+    for method in REDUCED_BY
     for mode, aggregation in (("prompt_mean", PROMPT_MEAN), ("token_mean", TOKEN_MEAN), ("constant", CONSTANT))
 }
 WEIGHTED |= {f"FB-11 segments, {name}": replace(case, rollouts=SEGMENTS) for name, case in WEIGHTED.items()}

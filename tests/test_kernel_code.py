@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parent
 TRITONS = sorted(set(TRITON_OF_TORCH.values()))
 EVERY = os.environ.get("EVERY_LAUNCH", "0") not in ("", "0")
 NOT_HERE = 3  # sass_gate.NOT_HERE
-TWINS = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
+TRITON_LOSSES = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ LAUNCHED = {
     "unit gradient bf16": ["one_read"],
     "rescale bf16": ["rescale"],
     "sparse head bf16": ["gather_product", "scatter_product", "scatter_product"],
-    **dict.fromkeys((*TWINS, "gspo, everything"), LOSS),
+    **dict.fromkeys((*TRITON_LOSSES, "gspo, everything"), LOSS),
     **dict.fromkeys(("grpo, one read, bf16", "grpo, one read, bf16, assumed"), ["one_read", *LOSS[2:]]),
     "grpo, one read, bf16, everything": ["one_read", *LOSS[2:]],
 }

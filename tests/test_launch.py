@@ -149,7 +149,7 @@ def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(tmp_path, uns
 
 def test_the_clip_of_a_loss_is_typed_in_the_hosts_flags_and_a_refused_setting_is_not_printed(capsys):
     """The host's flags always have a clip, which is that of its own loss."""
-    assert main(["launch-config", "--policy-loss", "gspo", "--clip-ratio-low", "1e-3", "--route", "custom_loss"]) == 0
+    assert main(["launch-config", "--policy-loss", "gspo", "--clip-ratio-low", "1e-3", "--launch-method", "custom_loss"]) == 0
     assert "--eps-clip 0.001 --eps-clip-high 0.0004" in capsys.readouterr().err
     assert main(["launch-config", "--loss-aggregation", "constant"]) == 2
     out, error = capsys.readouterr()

@@ -36,7 +36,7 @@ from megatron_rl.hosts import launch, nemo_rl, nemo_rl_loss
 from megatron_rl.hosts.dense_rows import carry_prompt_weights
 from megatron_rl.hosts.heads import log_probs
 from megatron_rl.hosts.heads import nemo_rl as nemo_rl_head
-from megatron_rl.hosts.heads.carried_rows import carry_rows
+from megatron_rl.hosts.heads.row_proxy import make_row_proxy
 from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
@@ -346,7 +346,7 @@ def load_nemo_rl(cp_group, is_fused=False):
         if not is_fused:
             return processor(batch, packed, *counts)(output)
         inputs = HeadInputs(output.transpose(0, 1).contiguous(), torch.eye(output.shape[-1]), False)
-        carried = carry_rows(inputs, SINGLE, nemo_rl_head.FUSED_HEAD)
+        carried = make_row_proxy(inputs, SINGLE, nemo_rl_head.FUSED_HEAD)
         given = SimpleNamespace(data_dict=batch, input_ids_cp_sharded=torch.zeros(1), packed_seq_params=packed, **nothing)
         found, process = train.forward_with_post_processing_fn(
             iter([given]),

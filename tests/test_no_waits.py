@@ -30,7 +30,7 @@ from megatron_rl.declare import get_policy_loss, policy_loss_names
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
-from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
@@ -128,7 +128,7 @@ def test_the_seam_to_the_schedule_waits_for_nothing(per_token, num_tokens):
         loss, mask = torch.ones((), device="cuda"), torch.ones(5, dtype=torch.bool, device="cuda")
         local = mask.sum() if num_tokens == "on the device" else num_tokens
         loss, number, report = scale_for_schedule(loss, 4, num_local_tokens=local, **shared)
-        factor = delivered_factor(4, **shared)
+        factor = backward_factor(4, **shared)
         assert seen == []
         assert loss.is_cuda and number.is_cuda and report["policy/loss"].is_cuda
         assert number.dtype == torch.int32 and number.item() == (5 if per_token else 1)

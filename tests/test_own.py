@@ -309,11 +309,11 @@ BY_HAND = {
 IN_HOSTS = [
     Case(
         host=host,
-        settings=REDUCED_BY[route] | hook | {"loss_aggregation": name, "advantage_estimator": loss},
+        settings=REDUCED_BY[method] | hook | {"loss_aggregation": name, "advantage_estimator": loss},
         rollouts=rollouts,
         size=2,
     )
-    for host, route, name, loss, hook, rollouts in (
+    for host, method, name, loss, hook, rollouts in (
         ("miles", "reducer", SAMPLE_SUM, "grpo", {}, SEGMENTS),
         ("slime", "reducer", SQUARE_ROOT, "grpo", {}, None),
         ("slime", "custom_loss", SAMPLE_SUM, "gspo", {}, None),

@@ -170,7 +170,7 @@ WRITE = "write it anew: python tests/pages.py"
 
 @pytest.mark.parametrize("page", WHOLE_PAGES)
 def test_a_generated_page_is_up_to_date(page):
-    """Catches a flag, a default, a route, a message or a test that was changed without its page."""
+    """Catches a flag, a default, a launch method, a message or a test that was changed without its page."""
     assert text_of(page) == renewed(page, text_of(page)), f"{WRITE} {page}"
 
 

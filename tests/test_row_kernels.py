@@ -223,7 +223,7 @@ def test_rows_without_a_gradient_are_never_read():
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
 
 
-def test_the_merge_of_more_rows_than_two_programs_take_is_the_twins():
+def test_the_merge_of_more_rows_than_two_programs_take_is_that_of_torch():
     parts = torch.randn(5, 257, 4, generator=torch.Generator().manual_seed(1))
     parts[..., 0] *= 40  # parts that are far apart
     parts[..., 1] = parts[..., 1].abs() + 0.1

@@ -17,7 +17,7 @@ from test_fused_head import most_rows
 from trainer_cases import STILL, gradients_of, ragged_step, relative_difference, tiny_trainer, whole
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route, flag_fields
+from megatron_rl.config import LaunchMethod, PolicyLossConfig, flag_fields
 from megatron_rl.declare import clip_of, declared_parameters
 from megatron_rl.errors import ConfigError
 from megatron_rl.validation import field_of, flag_of
@@ -29,11 +29,11 @@ OF_MEGATRON = ALL[2:]
 
 
 class Effect(NamedTuple):
-    """What a flag does: the field's value, the routes that honour it, and what of a step of `train` differs with it."""
+    """What a flag does: the field's value, the methods that honour it, and what of a step of `train` differs with it."""
 
     text: str | None  # on a launch line
     value: object
-    routes: tuple[str, ...]
+    methods: tuple[str, ...]
     changes: str  # "" where another test sees it
     beside: str = ""  # what the launch needs besides, with the flag and without
     is_bf16: bool = False
@@ -74,7 +74,7 @@ EFFECTS = {
         *(str(8 * 4 * VOCABULARY), 8 * 4 * VOCABULARY, NOT_REDUCER, "rows of logits", "--fused-lm-head-loss")
     ),
     "--fp32-lm-head": Effect(None, True, ALL, "gradient", is_bf16=True),
-    "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_carrier.py
+    "--skip-old-log-probs": Effect(None, True, ("custom_loss",), ""),  # tests/test_hidden_states_proxy.py
     "--docs-per-step": Effect("64", 64, ("train",), ""),  # tests/test_accumulation.py
     "--empty-step": Effect("skip", "skip", ("train",), ""),  # tests/test_train_loop.py
     "--router-aux-loss": Effect("exact", "exact", OF_MEGATRON, "gradient", has_experts=True),
@@ -127,14 +127,14 @@ def test_each_flag_is_honoured_or_refused_by_name(flag, own_losses):
     """FB-69: a flag that is accepted and has no effect. A new flag without a row in EFFECTS fails here, and a row whose flag was
     renamed: scripts in other people's repositories spell these flags."""
     effect, args = EFFECTS[flag], parse(*argv_of(flag))
-    for route in Route:
-        if route not in effect.routes:
+    for method in LaunchMethod:
+        if method not in effect.methods:
             with pytest.raises(ConfigError, match=f"would be ignored.*{flag}"):
-                validate_megatron_rl_args(args, route)
+                validate_megatron_rl_args(args, method)
             continue
-        config, without = (setting_of(one, flag) for one in (validate_megatron_rl_args(args, route), PolicyLossConfig()))
-        assert config == effect.value and without != effect.value, route
-        assert type(config) is type(effect.value), route
+        config, without = (setting_of(one, flag) for one in (validate_megatron_rl_args(args, method), PolicyLossConfig()))
+        assert config == effect.value and without != effect.value, method
+        assert type(config) is type(effect.value), method
 
 
 def test_a_launcher_that_drops_our_flags_is_found_out():
@@ -239,7 +239,7 @@ def config_of(*argv: str) -> PolicyLossConfig:
     import own_losses
 
     own_losses.declare()
-    return validate_megatron_rl_args(parse(*argv), Route.TRAIN)
+    return validate_megatron_rl_args(parse(*argv), LaunchMethod.TRAIN)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands import main as command_line
-from megatron_rl.config import Route
+from megatron_rl.config import LaunchMethod
 from megatron_rl.declare import clip_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.option_rules import TrainLaunch, check_effects, train_options, with_group_size
@@ -101,7 +101,7 @@ def test_defaults_that_depend_on_other_flags(tmp_path):
 def test_a_flag_that_is_given_wins_over_the_preset():
     """Catches a preset that overrides what the user wrote, and GSPO's clip of 3e-4 left standing under GRPO."""
     args = parse("--policy-loss grpo --lr 1 --preset demo")
-    config = validate_megatron_rl_args(args, Route.TRAIN)
+    config = validate_megatron_rl_args(args, LaunchMethod.TRAIN)
     assert (config.policy_loss, args.lr, config.loss_aggregation) == ("grpo", 1.0, "prompt_mean")
     assert clip_of(config) == (0.2, 0.2)
 

@@ -1,4 +1,4 @@
-"""Triton code of tests: the twins of own_losses.py, and kernels that call a twin on a block, as the loss kernels do."""
+"""Triton code of tests: the Triton versions of own_losses.py, and kernels that call one on a block, as the loss kernels do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def kl_kernel(
 
 
 @triton.jit
-def twin_kernel(
+def loss_kernel(
     LOG_RATIO,  # [n] float32, as all of them
     ADVANTAGES,
     LOG_PROBS,

@@ -9,14 +9,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route, flag_fields
+from megatron_rl.config import LaunchMethod, PolicyLossConfig, flag_fields
 from megatron_rl.declare import clip_of
 from megatron_rl.hosts.args import CUSTOM_LOSS_LINE, GUARD_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.validation import config_warnings
 from megatron_rl.weights import TOKEN_MEAN, get_loss_aggregation
 
 PER_TOKEN_LINE = "--calculate-per-token-loss"
-LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}
+LINES_OF_METHOD: dict[LaunchMethod | None, list[str]] = {
+    LaunchMethod.REDUCER: [REDUCER_LINE],
+    LaunchMethod.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE],
+}
 FILE_NAME = "megatron_rl.yaml"
 
 
@@ -24,9 +27,9 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     add_megatron_rl_args(parser, arguments)
     group = parser.add_argument_group(title="launch-config")
     group.add_argument(
-        "--route",
-        choices=[*map(str, LINES_OF_ROUTE)],
-        default=str(Route.REDUCER),
+        "--launch-method",
+        choices=[*map(str, LINES_OF_METHOD)],
+        default=str(LaunchMethod.REDUCER),
         help="reducer: the host's loss, our aggregation; custom_loss: our loss too. Default: reducer.",
     )
     group.add_argument(
@@ -38,7 +41,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def run(args: Namespace) -> int:
-    config = validate_megatron_rl_args(args, Route(args.route))
+    config = validate_megatron_rl_args(args, LaunchMethod(args.launch_method))
     print(yaml_text(settings_of_file(args, config)), end="")
     for warning in config_warnings(config):
         print(f"megatron_rl: {warning}", file=sys.stderr)
@@ -54,9 +57,11 @@ def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str
 
 
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
-    lines = [f"--custom-config-path {FILE_NAME}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
+    lines = [f"--custom-config-path {FILE_NAME}", INIT_LINE, *LINES_OF_METHOD[LaunchMethod(args.launch_method)]]
     # The host's own flags always have a value, which would win over the loss's default and contradict another in the file.
-    clip = clip_of(config) if Route(args.route) == Route.CUSTOM_LOSS and args.policy_loss is not None else None
+    clip = (
+        clip_of(config) if LaunchMethod(args.launch_method) == LaunchMethod.CUSTOM_LOSS and args.policy_loss is not None else None
+    )
     lines += [] if clip is None else [f"--eps-clip {clip[0]!r} --eps-clip-high {clip[1]!r}"]
     lines += [PER_TOKEN_LINE] if args.calculate_per_token_loss else []
     return [*lines, REWARD_LINE] if needs_reward_hook(config, per_token=args.calculate_per_token_loss) else lines

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.start_signals import hand_over
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import LaunchMethod, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.options import DEFAULT_SAMPLES_PER_PROMPT, PLOT_FILE, TrainOptions, add_train_args, set_preset_defaults
 from megatron_rl.train.plots import plot_curves
@@ -71,7 +71,7 @@ def read_settings(args: Namespace) -> tuple[TrainOptions, PolicyLossConfig]:
     args = Namespace(**with_group_size(vars(args)))
     found: list[Any] = []
     problems: list[str] = []
-    for read in (partial(train_options, vars(args)), partial(validate_megatron_rl_args, args, Route.TRAIN)):
+    for read in (partial(train_options, vars(args)), partial(validate_megatron_rl_args, args, LaunchMethod.TRAIN)):
         try:
             found.append(read())
         except ConfigError as error:

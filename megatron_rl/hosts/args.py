@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import LaunchMethod, PolicyLossConfig
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
@@ -164,12 +164,12 @@ def names_ours(path: object, function: str) -> bool:
 
 @dataclass(frozen=True)
 class HostLaunch:
-    """A launch, as checks, hooks and losses see it. route: our function that reduces the loss. Where the host's own reducer does
-    it, on samples that the reward hook has weighted, the settings of the reducer route hold."""
+    """A launch, as checks, hooks and losses see it. method: our function that reduces the loss. Where the host's own reducer does
+    it, on samples that the reward hook has weighted, the settings of the reducer launch method hold."""
 
     args: Namespace
     """All arguments, known to us or not; nobody writes into them."""
-    route: Route = Route.REDUCER
+    method: LaunchMethod = LaunchMethod.REDUCER
     has_reducer: bool = False
     """Our reducer is on the launch line, or is the caller."""
 
@@ -222,7 +222,7 @@ class HostLaunch:
 
     @property
     def has_our_loss(self) -> bool:
-        return self.route == Route.CUSTOM_LOSS
+        return self.method == LaunchMethod.CUSTOM_LOSS
 
     @cached_property
     def has_reward_hook(self) -> bool:
@@ -259,14 +259,14 @@ class HostLaunch:
         return ", ".join(f"{flag_of(name)} {path}" for name, path in paths.items() if path and path not in host_paths)
 
 
-def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
-    """`route`: the caller, where the reducer or custom_loss calls; None: the launch line says it."""
-    if route is not None:
-        return HostLaunch(args, route, has_reducer=route == Route.REDUCER)
+def read_launch(args: Namespace, method: LaunchMethod | None = None) -> HostLaunch:
+    """`method`: the caller, where the reducer or custom_loss calls; None: the launch line says it."""
+    if method is not None:
+        return HostLaunch(args, method, has_reducer=method == LaunchMethod.REDUCER)
     launch = HostLaunch(args)
     is_ours = launch["loss_type"] == "custom_loss" and names_ours(launch["custom_loss_function_path"], "custom_loss")
     has_reducer = names_ours(launch["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
-    return HostLaunch(args, Route.CUSTOM_LOSS if is_ours else Route.REDUCER, has_reducer)
+    return HostLaunch(args, LaunchMethod.CUSTOM_LOSS if is_ours else LaunchMethod.REDUCER, has_reducer)
 
 
 # Our settings from the host's flags
@@ -333,13 +333,13 @@ def values_of_host(launch: HostLaunch) -> dict[str, tuple[str, Any]]:
 
 
 def host_config(launch: HostLaunch) -> PolicyLossConfig:
-    """Our settings on a host's route. On custom_loss the host's flag gives the value where ours is unset.
+    """Our settings on a host's launch method. On custom_loss the host's flag gives the value where ours is unset.
 
     Raises one ConfigError with every problem: what validate_megatron_rl_args finds, and each pair of flags with two values for the
     same thing.
     """
     if not launch.has_our_loss:
-        return validate_megatron_rl_args(launch.args, launch.route)
+        return validate_megatron_rl_args(launch.args, launch.method)
     given, problems, estimator = vars(launch.args), list[str](), launch["advantage_estimator"]
     policy_loss = given.get("policy_loss")
     if policy_loss is None:
@@ -353,7 +353,7 @@ def host_config(launch: HostLaunch) -> PolicyLossConfig:
         theirs[name] = (flag_of(option), value, option in given and value != UNTYPED.get(name))
     merged, conflicts = with_host_values(given | {"policy_loss": policy_loss}, theirs)
     try:
-        return validated(merged, launch.route, [*problems, *conflicts])
+        return validated(merged, launch.method, [*problems, *conflicts])
     except ConfigError as error:
         typed = {name: flag for name, (flag, _, is_typed) in theirs.items() if is_typed and given.get(name) is None}
         raise ConfigError([_with_the_hosts_flag(problem, typed) for problem in error.problems]) from error

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 
 from megatron_rl.arguments import read_number, read_switch
-from megatron_rl.config import NO_CORRECTION, Route, SupportUse, flag_fields
+from megatron_rl.config import NO_CORRECTION, LaunchMethod, SupportUse, flag_fields
 from megatron_rl.declare import declared_parameters, get_policy_loss, policy_loss_names
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import (
@@ -36,7 +36,7 @@ from megatron_rl.hosts.args import (
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.model_notes import group_problems, kernel_problems, release_problems
 from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
-from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation import config_warnings, field_of, flag_of, methods_of_flags
 from megatron_rl.validation.auxiliary_losses import number
 from megatron_rl.validation.model_settings import DROPOUTS
 from megatron_rl.weights import TOKEN_MEAN, get_loss_aggregation
@@ -51,12 +51,14 @@ OR_HOSTS_LOSS = "or train with the host's --loss-type policy_loss and megatron_r
 CLOSEST_NAME = 0.85
 
 
-def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = (), *, in_actor: bool = False) -> HostLaunch:
-    """The launch, with our settings as its `config`. `route`: the caller's; None: what the launch line says.
+def check_launch(
+    args: Namespace, method: LaunchMethod | None = None, found: Sequence[str] = (), *, in_actor: bool = False
+) -> HostLaunch:
+    """The launch, with our settings as its `config`. `method`: the caller's; None: what the launch line says.
 
     Raises one ConfigError with every problem: first what the caller has `found`, then what the checks find, in their order.
     """
-    launch = read_launch(args, route)
+    launch = read_launch(args, method)
     checks = (*CHECKS, *CHECKS_IN_ACTORS) if in_actor else CHECKS
     problems = [*found, *(problem for one in checks for problem in one(launch))]
     if problems:
@@ -83,11 +85,11 @@ def dropped_flags(args: Namespace, words: Sequence[str]) -> Iterator[str]:
     not know."""
     for flag in sorted({word.partition("=")[0] for word in words if word.startswith("--")}):
         name = field_of(flag)
-        if flag in routes_of_flags() and name not in vars(args):
+        if flag in methods_of_flags() and name not in vars(args):
             why = "is on the command line and not in args: this launcher drops flags that it does not know"
             yield f"{flag} {why}; start with python -m megatron_rl.hosts.launch"
-        elif flag not in routes_of_flags():
-            meant = name if flag_of(name) in routes_of_flags() else likely_field(name)
+        elif flag not in methods_of_flags():
+            meant = name if flag_of(name) in methods_of_flags() else likely_field(name)
             if meant is not None:
                 yield f"{flag} has no effect: did you mean {flag_of(meant)}?"
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import LaunchMethod, PolicyLossConfig
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.validation import flag_of
@@ -40,10 +40,10 @@ def _is_same(ours: Any, value: Any) -> bool:
         return str(ours).strip() == str(value)
 
 
-def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) -> PolicyLossConfig:
+def validated(merged: Mapping[str, object], method: LaunchMethod, found: Sequence[str]) -> PolicyLossConfig:
     """Our settings from arguments by name. Raises one ConfigError with the problems that the caller has found, then its own."""
     try:
-        config = validate_megatron_rl_args(Namespace(**merged), route)
+        config = validate_megatron_rl_args(Namespace(**merged), method)
     except ConfigError as error:
         raise ConfigError([*found, *error.problems]) from error
     if found:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, PolicyMetrics, Route, SupportUse
+from megatron_rl.config import Backend, LaunchMethod, PolicyMetrics, SupportUse
 from megatron_rl.declare import bounded_exp, clip_of, evaluate, get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.dense_rows import refuse_nonfinite
-from megatron_rl.hosts.heads.carrier import carried
+from megatron_rl.hosts.heads.hidden_states_proxy import inputs_of
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
@@ -44,7 +44,7 @@ SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
 def custom_loss(
     args: Namespace,
     batch: Mapping,
-    logits: Tensor,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd); temperature not applied yet; with a fused head a Carrier
+    logits: Tensor,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd); temperature not applied yet; with a fused head a HiddenStatesProxy
     sum_of_sample_mean: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:  # 0-d with gradient, name -> 0-d
     """One micro-batch's part of the step's loss on this rank, and of the host's metrics.
@@ -65,7 +65,7 @@ def custom_loss(
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
     run = RUNS.of(args)
-    launch = run.judged(Route.CUSTOM_LOSS, args, read_plan)
+    launch = run.judged(LaunchMethod.CUSTOM_LOSS, args, read_plan)
     cp_group, tp_group = resolve_group(None, "cp"), resolve_group(None, "tp")
     check_keys(launch, batch)
     rows = read_host_batch(
@@ -116,7 +116,7 @@ def custom_loss(
     if HeadSettings.of(config).is_on:
         run.check_head()
     if config.fused_lm_head_loss:
-        inputs = carried(logits)
+        inputs = inputs_of(logits)
         hidden, is_sequence_parallel = rows_of(inputs, tp_group)  # [T, H] or [T / tp, H], in the order of the batch
         output = linear_policy_loss(
             config.policy_loss,
@@ -159,7 +159,7 @@ def is_last_reader(launch: HostLaunch, logits: Tensor, cp_group: Group) -> bool:
 
 def read_plan(args: Namespace) -> HostLaunch:
     """Raises one ConfigError with every setting that custom_loss would not honour, or would train on a wrong scale."""
-    return check_launch(args, Route.CUSTOM_LOSS)
+    return check_launch(args, LaunchMethod.CUSTOM_LOSS)
 
 
 def kept_of(launch: HostLaunch) -> KeptIds | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.arguments import read_number, read_switch, validate_megatron_rl_args
-from megatron_rl.config import LARGEST_RATIO, PolicyLossConfig, Route
+from megatron_rl.config import LARGEST_RATIO, LaunchMethod, PolicyLossConfig
 from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.hosts.flags import ArgsProvider, compose_extra_args_provider, parsed_line, validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
@@ -54,7 +54,7 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     args = current_args() if args is None else args
     given = vars(args)
     if not given.get("perform_rl_step"):
-        return validate_megatron_rl_args(args, Route.MEGATRON_LM)
+        return validate_megatron_rl_args(args, LaunchMethod.MEGATRON_LM)
     known = {field: (option, default) for field, (option, default) in SAME_THING.items() if option in given}
     theirs = {field: (flag_of(option), given[option], given[option] != default) for field, (option, default) in known.items()}
     if given.get("rl_inference_logprobs_is_correction"):
@@ -64,7 +64,7 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     is_declared = given.get("samples_per_prompt") is not None
     if _counts_prompts(given) and _allows_cut_groups(given) and given.get("grpo_group_size") and not is_declared:
         merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
-    return validated(merged, Route.MEGATRON_LM, problems)
+    return validated(merged, LaunchMethod.MEGATRON_LM, problems)
 
 
 def _correction_of_train_rl(given: Mapping[str, Any]) -> dict[str, tuple[str, Any, bool]]:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Route
+from megatron_rl.config import LaunchMethod
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import REWARD_LINE, TOTALS_OF_HOST
 from megatron_rl.hosts.checks import bshd_problem, check_launch
@@ -52,7 +52,7 @@ def get_pg_loss_reducer(
     """
     args, is_per_token = current_args(), bool(calculate_per_token_loss)
     run = RUNS.of(args)
-    plan = run.judged((Route.REDUCER, is_per_token), args, partial(read_plan, is_per_token=is_per_token))
+    plan = run.judged((LaunchMethod.REDUCER, is_per_token), args, partial(read_plan, is_per_token=is_per_token))
     if plan.has_head:
         run.check_head()
     guard = run.guard
@@ -115,7 +115,7 @@ def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
             f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say {bool(given)}: "
             "one of them was changed after parsing; leave both alone"
         )
-    launch = check_launch(Namespace(**vars(args) | {"calculate_per_token_loss": given}), Route.REDUCER)
+    launch = check_launch(Namespace(**vars(args) | {"calculate_per_token_loss": given}), LaunchMethod.REDUCER)
     config = launch.config
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     if launch.has_reward_hook:

@@ -14,7 +14,7 @@ from megatron_rl.count import StepTotals, count_step
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.dense_rows import refuse_nonfinite
-from megatron_rl.hosts.heads.carried_rows import CarriedRows, rows_of
+from megatron_rl.hosts.heads.row_proxy import RowProxy, rows_of
 from megatron_rl.hosts.roll import CONTRACT, HEAD, PROBED, STRATEGY_CONTRACT
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
@@ -54,7 +54,7 @@ class RollLoss:
     def __call__(
         self,
         data: Any,  # ROLL's micro-batch of whole samples: [B, S] and [B, S - 1] columns; position t of the latter is of token t + 1
-        logits: Tensor,  # [B, S / c, V / tp] with gradient: of this rank's tokens; with our head CarriedRows
+        logits: Tensor,  # [B, S / c, V / tp] with gradient: of this rank's tokens; with our head RowProxy
     ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, ROLL's names of metrics
         """This rank's part of sum_i w_i sum_t m_it u_it l_it + KL - entropy, u: ROLL's train_infer_is_weight, or our correction.
 
@@ -123,7 +123,7 @@ class RollLoss:
 
     def _of_hidden(self, rows: Tensor, token_inputs: tuple[Any, ...], options: dict[str, Any]) -> PolicyLossOutput:
         """Of what our head gives in the place of logits. Float32 logits, as our log-probabilities have them."""
-        if not isinstance(rows, CarriedRows):
+        if not isinstance(rows, RowProxy):
             raise ConfigError(
                 f"{HEAD}=true: the loss is given a plain tensor, so something between model and loss took our head's output for "
                 f"logits; {PROBED} was probed; remove {HEAD}"

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route, SupportUse
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, LaunchMethod, PolicyLossConfig, SupportUse
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import HostLaunch, read_launch
 from megatron_rl.hosts.checks import check_launch, dropped_flags, launch_warnings
@@ -216,7 +216,7 @@ def check_model_contract(args: Namespace, model_config) -> None:
         )
     settings = {"context_parallel_size": launch["context_parallel_size"], **vars(model_config)}
     settings["enable_mtp_training"] = launch["enable_mtp_training"]
-    problems = list(auxiliary_loss_problems(settings | {"calculate_per_token_loss": in_model}, Route.REDUCER))
+    problems = list(auxiliary_loss_problems(settings | {"calculate_per_token_loss": in_model}, LaunchMethod.REDUCER))
     problems += [*expert_problems(vars(model_config)), *model_problems(vars(model_config))]
     problems += unscaled_indexer(settings | {"calculate_per_token_loss": in_model})
     if problems:

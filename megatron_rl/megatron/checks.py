@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron_rl.config import PolicyLossConfig, Route, RouterAuxLoss
+from megatron_rl.config import LaunchMethod, PolicyLossConfig, RouterAuxLoss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron.model import find_gpt_model, model_config_of
@@ -57,7 +57,7 @@ def contract_problems(config: PolicyLossConfig, model_config: TransformerConfig)
     """calculate_per_token_loss in the model's config with another aggregation than token_mean, losses that the model adds by
     itself, and what is wrong on its layout. The config may have changed after the arguments were parsed."""
     settings = vars(model_config) | {"router_aux_loss": config.router_aux_loss}
-    yield from auxiliary_loss_problems(settings, Route.MEGATRON_LM)
+    yield from auxiliary_loss_problems(settings, LaunchMethod.MEGATRON_LM)
     yield from model_problems(vars(model_config), has_own_groups=True)
     given = f"mtp_num_layers={model_config.mtp_num_layers!r}"
     if trained_mtp_layers(model_config) and settings.get("mtp_grad_scale_func") is not None:  # since Megatron-Core 0.19

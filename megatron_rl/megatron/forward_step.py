@@ -25,7 +25,7 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss
 from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.samples import teacher_problem, trained_mtp_layers
-from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
+from megatron_rl.megatron.schedule import ScheduledLoss, backward_factor, scale_for_schedule
 from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
@@ -122,13 +122,13 @@ class PolicyForwardStep:
         step: dict[str, Any] = {"totals": batch.context.totals, "config": model_config, "groups": groups}
         added = None
         if further is not None and rows:
-            factor = delivered_factor(batch.context.num_microbatches, **step) if is_known else None
+            factor = backward_factor(batch.context.num_microbatches, **step) if is_known else None
             common = (batch, self.config, model_config, groups)
             added = multi_token_loss(rows, further, *common, vocab_size=self.vocab_size, loss_scale=factor)
         loss_scale: float | Tensor | AssumedScale | None = None
         if is_known:
             step["gradient_divisor"] = self.config.gradient_divisor
-            loss_scale = delivered_factor(batch.context.num_microbatches, **step)
+            loss_scale = backward_factor(batch.context.num_microbatches, **step)
             if inputs is None and loss_scale is None:
                 loss_scale = self._assumed
         return output, partial(self.loss_func, batch, model_config, groups, inputs=inputs, loss_scale=loss_scale, added=added)

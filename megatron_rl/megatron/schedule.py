@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.config import GradientDivisor, Route
+from megatron_rl.config import GradientDivisor, LaunchMethod
 from megatron_rl.count import StepTotals, check_totals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
@@ -72,7 +72,7 @@ def scale_for_schedule(
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
     num_tokens = _checked_count(num_local_tokens)
     if config.calculate_per_token_loss or router_aux_loss is not None:
-        problems = list(router_loss_problems(vars(config) | {"router_aux_loss": router_aux_loss}, Route.MEGATRON_LM))
+        problems = list(router_loss_problems(vars(config) | {"router_aux_loss": router_aux_loss}, LaunchMethod.MEGATRON_LM))
         if problems:
             raise ConfigError(problems)
     if not config.calculate_per_token_loss:
@@ -98,7 +98,7 @@ def microbatch_multiple(config: TransformerConfig) -> int:  # the model's
     return int(config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size)
 
 
-def delivered_factor(
+def backward_factor(
     num_microbatches: int,
     *,
     totals: StepTotals,

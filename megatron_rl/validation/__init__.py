@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.validation.advice import WARNINGS
 from megatron_rl.validation.checks import problems_of
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation.launch_methods import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, field_of, flag_of, methods_of_flags
 from megatron_rl.validation.rules import RULES
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "field_of",
     "find_problems",
     "flag_of",
-    "routes_of_flags",
+    "methods_of_flags",
 ]
 
 

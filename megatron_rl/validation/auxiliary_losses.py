@@ -27,34 +27,34 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from megatron_rl.config import Route, RouterAuxLoss
+from megatron_rl.config import LaunchMethod, RouterAuxLoss
 
 # The autograd Functions of megatron.core that attach such a loss to an activation. The schedule gives each a scale.
 SCALERS = ("MoEAuxLossAutoScaler", "MTPLossAutoScaler", "DSAIndexerLossAutoScaler")
 DEFAULT_MTP_FACTOR = 0.1
 # The types of load balancing that add a loss, and so have a coefficient.
 TYPES_WITH_A_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-HOSTS = (Route.REDUCER, Route.CUSTOM_LOSS)
+HOSTS = (LaunchMethod.REDUCER, LaunchMethod.CUSTOM_LOSS)
 
 
-def auxiliary_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+def auxiliary_loss_problems(settings: Mapping[str, object], method: LaunchMethod) -> Iterator[str]:
     """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale, or that is refused.
 
     settings: the arguments of a launch or a model's config, with calculate_per_token_loss and router_aux_loss.
     """
-    yield from router_loss_problems(settings, route)
-    yield from _indexer_problems(settings, route)
-    if route in HOSTS and settings.get("calculate_per_token_loss"):
+    yield from router_loss_problems(settings, method)
+    yield from _indexer_problems(settings, method)
+    if method in HOSTS and settings.get("calculate_per_token_loss"):
         yield from _mtp_problems(settings)
 
 
-def router_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+def router_loss_problems(settings: Mapping[str, object], method: LaunchMethod) -> Iterator[str]:
     wanted, is_per_token = settings.get("router_aux_loss"), settings.get("calculate_per_token_loss")
     if wanted in (RouterAuxLoss.HOST, RouterAuxLoss.EXACT):
         return
     for name, of in active_losses(settings).items():
         if is_per_token:
-            remedy = "remove --calculate-per-token-loss" if route in HOSTS else "add --router-aux-loss exact"
+            remedy = "remove --calculate-per-token-loss" if method in HOSTS else "add --router-aux-loss exact"
             yield (
                 f"{name}={settings[name]!r}{of} does not go with calculate_per_token_loss=True: Megatron multiplies this loss by "
                 "the tokens that it routes, prompts and padding included, and divides by response tokens, so its gradient is x "
@@ -91,12 +91,12 @@ def _mtp_problems(settings: Mapping[str, object]) -> Iterator[str]:
         )
 
 
-def _indexer_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+def _indexer_problems(settings: Mapping[str, object], method: LaunchMethod) -> Iterator[str]:
     """In hosts the installed Megatron-Core decides under the default contract: see unscaled_indexer_problem."""
     coefficient = settings.get("dsa_indexer_loss_coeff")
     if not number(coefficient):
         return
-    if route not in HOSTS:
+    if method not in HOSTS:
         yield (
             f"dsa_indexer_loss_coeff={coefficient!r}: the loss of the sparse-attention indexer is a mean over all positions of a "
             "micro-batch, padding included, so it depends on the layout; set it to 0"

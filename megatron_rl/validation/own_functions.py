@@ -18,7 +18,7 @@ from megatron_rl.declare import POLICY_LOSSES, evaluate, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, correct
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator, KLValue, kl_estimate
-from megatron_rl.validation.routes import Settings
+from megatron_rl.validation.launch_methods import Settings
 from megatron_rl.weights import AGGREGATIONS, AggregationRecord, sample_token_weights
 
 # The rest of a loop over vectors may round in another way, so that few elements show nothing: 64 are four rests of 16. A half of

@@ -10,8 +10,8 @@ from megatron_rl.config import (
     DEFAULT_MAX_LOGITS_BYTES,
     CorrectionLevel,
     Distillation,
+    LaunchMethod,
     PolicyMetrics,
-    Route,
     SupportUse,
     Watchdog,
     flag_fields,
@@ -22,9 +22,9 @@ from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.losses.distillation import DIVERGENCES, DistillationSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
+from megatron_rl.validation.launch_methods import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, field_of, flag_of, methods_of_flags
 from megatron_rl.validation.model_settings import model_problems
 from megatron_rl.validation.own_functions import own_function_problems
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.weight_words import weight_in_words
 from megatron_rl.weights import TOKEN_MEAN
 
@@ -107,10 +107,10 @@ def entropy_of_a_loss_is_known(launch: Settings) -> Iterator[str]:
     """custom_loss reports a share of clipped tokens, for which it calls the loss again, without the entropies."""
     loss, config = launch.loss, launch.config
     needs_entropy = loss is not None and loss.needs_entropy
-    if needs_entropy and launch.route == Route.CUSTOM_LOSS and config.policy_metrics != PolicyMetrics.NONE:
+    if needs_entropy and launch.method == LaunchMethod.CUSTOM_LOSS and config.policy_metrics != PolicyMetrics.NONE:
         yield (
-            f"--policy-loss {config.policy_loss} needs the entropy of each token, which the metric pg_clipfrac of this route does "
-            "not have: set --policy-metrics none"
+            f"--policy-loss {config.policy_loss} needs the entropy of each token, which the metric pg_clipfrac of this launch "
+            "method does not have: set --policy-metrics none"
         )
 
 
@@ -223,7 +223,7 @@ def the_model_keeps_the_step(launch: Settings) -> Iterator[str]:
         "calculate_per_token_loss": launch.calculates_per_token_loss,
         "router_aux_loss": launch.config.router_aux_loss,
     }
-    yield from auxiliary_loss_problems({**launch.arguments, **loss_arguments}, launch.route)
+    yield from auxiliary_loss_problems({**launch.arguments, **loss_arguments}, launch.method)
     yield from expert_problems(launch.arguments)
     yield from model_problems(launch.arguments)
 
@@ -243,13 +243,13 @@ def steps_hold_whole_prompt_groups(launch: Settings) -> Iterator[str]:
 
 def flags_have_an_effect(launch: Settings) -> Iterator[str]:
     values = {field.name: getattr(launch.config, field.name) for field in flag_fields()} | dict(launch.config.loss_parameters)
-    for flag, routes in routes_of_flags().items():
+    for flag, methods in methods_of_flags().items():
         name = field_of(flag)
         is_given = flag in launch.set_flags or name in values and values[name] != _DEFAULTS.get(name)
-        if is_given and launch.route not in routes:
+        if is_given and launch.method not in methods:
             value = values[name]
-            places = ", ".join(route for route in Route if route in routes)
-            yield f"{name}={value!r} would be ignored on the route {launch.route}: {flag} works on {places}; remove it"
+            places = ", ".join(method for method in LaunchMethod if method in methods)
+            yield f"{name}={value!r} would be ignored on the launch method {launch.method}: {flag} works on {places}; remove it"
 
 
 def _is_count(value: object) -> TypeGuard[int]:

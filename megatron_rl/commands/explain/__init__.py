@@ -12,7 +12,7 @@ from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import read_step
 from megatron_rl.commands.explain.stock import stock_table
 from megatron_rl.commands.explain.weights import Weighing, count_input, shown_configs
-from megatron_rl.config import Route
+from megatron_rl.config import LaunchMethod
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts import ADAPTER_NAMES, ROLLOUT_HOST_NAMES, SETTINGS_NAMES
@@ -112,17 +112,17 @@ def check_flags(args: Namespace) -> None:
 
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
-    route = Route.TRAIN if args.host in (None, TRAIN) else Route.MEGATRON_LM
+    method = LaunchMethod.TRAIN if args.host in (None, TRAIN) else LaunchMethod.MEGATRON_LM
     if args.host in ROLLOUT_HOST_NAMES:
-        route = Route.REDUCER if args.policy_loss is None else Route.CUSTOM_LOSS
-    configs, left_out = shown_configs(args, route, step)
+        method = LaunchMethod.REDUCER if args.policy_loss is None else LaunchMethod.CUSTOM_LOSS
+    configs, left_out = shown_configs(args, method, step)
     counts = count_input(step, configs[0])
     weighings = [Weighing(config, counts) for config in configs]
     layout, chain = {name: vars(args)[name] or 1 for name in SIZES}, None
     if args.host in SETTINGS_NAMES:
         check_adapter(args.host, weighings[0], per_token=args.calculate_per_token_loss)
     if args.host is not None:
-        chain = chain_of(args.host, weighings[0], layout, route, per_token=args.calculate_per_token_loss)
+        chain = chain_of(args.host, weighings[0], layout, method, per_token=args.calculate_per_token_loss)
     return Explanation(
         step=step,
         counts=counts,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.commands.launch_config import needs_reward_hook
-from megatron_rl.config import GradientDivisor, Route
+from megatron_rl.config import GradientDivisor, LaunchMethod
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
 from megatron_rl.hosts.contract import AVERAGED, SUMMED, Stage
@@ -51,9 +51,9 @@ class Chain:
         return not self.left_over.powers
 
 
-def chain_of(host: str, weighing: Weighing, layout: Layout, route: Route, *, per_token: bool) -> Chain:
+def chain_of(host: str, weighing: Weighing, layout: Layout, method: LaunchMethod, *, per_token: bool) -> Chain:
     if host in ROLLOUT_HOST_NAMES:
-        return _host_chain(host, weighing, layout, route, per_token=per_token)
+        return _host_chain(host, weighing, layout, method, per_token=per_token)
     if host in SETTINGS_NAMES:
         adapter = adapter_named(host)
         sample_stages, rest = adapter.stages(_weight(weighing), weighing.record, per_token=per_token)
@@ -67,7 +67,7 @@ def _weight(weighing: Weighing) -> Formula:
     return (record.rollout_formula if weighing.counts.has_fan_out else record.formula) or OWN_WEIGHT
 
 
-def _host_chain(host: str, weighing: Weighing, layout: Layout, route: Route, *, per_token: bool) -> Chain:
+def _host_chain(host: str, weighing: Weighing, layout: Layout, method: LaunchMethod, *, per_token: bool) -> Chain:
     """miles and slime, with the lines that `megatron-rl launch-config` writes. Their N counts rollouts: the tokens of a whole
     rollout, M_roll, take the place of a sample's. Our reducer sees samples, everybody else the rollout that they are part of."""
     counts, record = weighing.counts, weighing.record
@@ -75,7 +75,7 @@ def _host_chain(host: str, weighing: Weighing, layout: Layout, route: Route, *, 
     asked = (record.formula or OWN_WEIGHT).renamed({"m_i": rollout_count})
     if record.needs_rows and record.rollout_formula is not None and counts.has_fan_out:
         asked = record.rollout_formula.renamed({"R": "N", "M_j": "M_roll"})
-    own = rollout_count if route == Route.CUSTOM_LOSS else "m_i"
+    own = rollout_count if method == LaunchMethod.CUSTOM_LOSS else "m_i"
     if needs_reward_hook(weighing.config, per_token=per_token):
         does = "hooks.reward_post_process scales the sample's advantage"
         sample_stages: list[Stage] = [("reward hook", asked * Formula({"N": 1, own: 1}), does)]
@@ -83,8 +83,8 @@ def _host_chain(host: str, weighing: Weighing, layout: Layout, route: Route, *, 
     else:
         # The host divides by N or by T later.
         sample_stages, reduced = [], (record.formula or OWN_WEIGHT).without("N", "T").renamed({"m_i": own})
-    name = "megatron_rl.hooks.custom_loss" if route == Route.CUSTOM_LOSS else "megatron_rl.reducers.get_pg_loss_reducer"
-    sample_stages.append((str(route), reduced, name))
+    name = "megatron_rl.hooks.custom_loss" if method == LaunchMethod.CUSTOM_LOSS else "megatron_rl.reducers.get_pg_loss_reducer"
+    sample_stages.append((str(method), reduced, name))
     does = f"{host} scales what its loss function returns"
     if per_token:
         # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T. A masked sample counts as one.

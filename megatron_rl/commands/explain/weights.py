@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import LaunchMethod, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.rewards import HostCounts, count_rollouts
@@ -82,7 +82,7 @@ class Weighing:
         return shares
 
 
-def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str]]:
+def shown_configs(args: Namespace, method: LaunchMethod, step: StepInput) -> tuple[list[PolicyLossConfig], list[str]]:
     """(configurations to show, what is left out). With --host, or a built-in --loss-aggregation: that one. Else all of them, one of
     a user's own first; where no divisor is given, at the longest response."""
     given = given_settings(args)
@@ -90,7 +90,7 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
         given["calculate_per_token_loss"] = args.calculate_per_token_loss
 
     def judged(**changes: object) -> PolicyLossConfig:
-        return validate_megatron_rl_args(Namespace(**given | changes), route)
+        return validate_megatron_rl_args(Namespace(**given | changes), method)
 
     chosen = args.loss_aggregation
     is_own = chosen is not None and "." in chosen

@@ -18,7 +18,7 @@ probabilities. What changes is the function of a row:
 - Sizes of chunks are accepted and have no effect: nothing here makes a float32 copy of the logits, and a head is cut by
   MAX_LOGITS_BYTES, 2 GiB.
 - The gradient is written over the logits only where the host's own function does that too, or overwrites them in forward.
-- Logits may be CarriedRows, where the host's setting has placed our head: no logits are made then.
+- Logits may be RowProxy, where the host's setting has placed our head: no logits are made then.
 - Rows of several temperatures go through a head in chunks of one temperature, which divides their float32 logits. Hidden states
   that are divided before the product would be rounded to 16 bits again, so that a row had other numbers beside rows of another
   temperature than alone.
@@ -41,7 +41,7 @@ from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError, DataError, place_of
 from megatron_rl.hosts.after_import import after_import
 from megatron_rl.hosts.contract import looks_up, part_of, signature_problem
-from megatron_rl.hosts.heads.carried_rows import CarriedRows, rows_of
+from megatron_rl.hosts.heads.row_proxy import RowProxy, rows_of
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import Group
 from megatron_rl.ops.backends import runs_eagerly
@@ -169,7 +169,7 @@ def log_probs_of_logits(
     inplace: bool = False,
 ) -> Tensor:  # [...] float32 (float64 for float64)
     """As vocab_parallel_log_probs. A label outside the vocabulary gives 0 without a gradient."""
-    if isinstance(logits, CarriedRows):
+    if isinstance(logits, RowProxy):
         return log_probs_of_carried(logits, labels, tp_group, with_entropy=False)[0]
     rows, chosen = _rows(logits), labels.reshape(-1).long()
     found = vocab_parallel_log_probs(
@@ -184,7 +184,7 @@ def log_probs_of_logits(
 
 def entropy_of_logits(logits: Tensor, tp_group: Group, *, inplace: bool = False) -> Tensor:  # [..., V_tp] -> [...] float32
     """The entropy of the full distribution, with its gradient."""
-    if isinstance(logits, CarriedRows):
+    if isinstance(logits, RowProxy):
         any_label = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
         return log_probs_of_carried(logits, any_label, tp_group)[1]
     rows = _rows(logits)
@@ -194,7 +194,7 @@ def entropy_of_logits(logits: Tensor, tp_group: Group, *, inplace: bool = False)
 
 
 def log_probs_of_carried(
-    rows: CarriedRows,
+    rows: RowProxy,
     labels: Tensor,  # [...] as rows
     tp_group: Group,
     *,

@@ -12,7 +12,7 @@ filter (top_p, top_k) and the entropies of distillation.
 
 policy.megatron_cfg.use_fused_linear_logprobs: NeMo-RL refuses its own fused head with context parallelism, with packed rows and
 with overlap_param_gather, and divides that head's log-probabilities by the temperature, as if they were logits. So it runs its path
-of logits here, and the output layer gives CarriedRows, which these two functions take.
+of logits here, and the output layer gives RowProxy, which these two functions take.
 """
 
 from __future__ import annotations

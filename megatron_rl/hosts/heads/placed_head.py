@@ -4,9 +4,9 @@ The init hook runs before the host has a model. It puts a function around the ho
 gives the output layer of the actor's model another forward. No class of Megatron changes, nor a file of the host.
 
     which forward                                          fused              fp32              both
-    trains: gradients are enabled, model.train()           a Carrier          float32 logits    a Carrier
+    trains: gradients are enabled, model.train()           a HiddenStatesProxy          float32 logits    a HiddenStatesProxy
     measures old and reference log-probabilities:
-    gradients are off, model.eval()                        a Carrier          float32 logits    a Carrier
+    gradients are off, model.eval()                        a HiddenStatesProxy          float32 logits    a HiddenStatesProxy
     any other, such as gradients and model.eval()          the layer's own    float32 logits    float32 logits
 
 Old and new log-probabilities then come from logits of one precision, so that the first ratio of a step is 1. What the hosts measure
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import BUILDER, MEASURE, Host, head_places
 from megatron_rl.hosts.contract import Replaced
-from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
-from megatron_rl.hosts.heads.carrier import Carrier, carry
+from megatron_rl.hosts.heads.hidden_states_proxy import HiddenStatesProxy, make_proxy
+from megatron_rl.hosts.heads.proxy_log_probs import proxy_log_probs
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.megatron.head import (
@@ -73,9 +73,9 @@ def _with_placed_head(build: Callable[..., Any]) -> Callable[..., Any]:
 
 def _measuring_carriers(host: Host, own: Callable[..., Any]) -> Callable[..., Any]:
     def get_log_probs_and_entropy(logits: Tensor, **named: Any) -> Any:
-        if not isinstance(logits, Carrier):
+        if not isinstance(logits, HiddenStatesProxy):
             return own(logits, **named)
-        return host.measured(carried_log_probs(logits, **named), logits)
+        return host.measured(proxy_log_probs(logits, **named), logits)
 
     return get_log_probs_and_entropy
 
@@ -89,7 +89,7 @@ def place_head(
 ) -> None:
     """Gives the output layer of these parts of a model, where this stage has it, the forward of `settings`.
 
-    forward_of(layer, settings, tp group): another forward, for a host that takes another carrier. knows_mtp: as in place_rows.
+    forward_of(layer, settings, tp group): another forward, for a host that takes another proxy. knows_mtp: as in place_rows.
 
     Communication: one all-reduce of one number over dp-cp, pp and tp each, so that a fault of the last stage stops all.
     Raises ConfigError where the head does not fit the model.
@@ -137,7 +137,7 @@ def _output_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Any:  # H
         has_gradients = torch.is_grad_enabled()
         trains, measures = layer.training and has_gradients, not (layer.training or has_gradients)
         if settings.is_fused and (trains or measures):
-            return carry(inputs, tp_group)
+            return make_proxy(inputs, tp_group)
         if settings.is_fp32:
             is_sharded = inputs.is_sequence_parallel
             return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=is_sharded)

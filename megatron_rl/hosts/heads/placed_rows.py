@@ -1,4 +1,4 @@
-"""Places CarriedRows in a model of verl, NeMo-RL or ROLL: its output layer gives hidden states where the host expects logits."""
+"""Places RowProxy in a model of verl, NeMo-RL or ROLL: its output layer gives hidden states where the host expects logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_rl.hosts.heads.carried_rows import carry_rows
 from megatron_rl.hosts.heads.placed_head import place_head
+from megatron_rl.hosts.heads.row_proxy import make_row_proxy
 from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.head import OWN, HeadInputs, HeadSettings, own_forward
 
@@ -19,10 +19,10 @@ OF_MTP = "_process_mtp_loss"
 
 
 def place_rows(models: Sequence[nn.Module], setting: str, *, knows_mtp: bool = False) -> None:
-    """From now on the output layer of these parts of a model returns CarriedRows. setting: what the user typed.
+    """From now on the output layer of these parts of a model returns RowProxy. setting: what the user typed.
 
     knows_mtp: the host computes losses of multi-token prediction with a detached weight, or within `with_logits`; these calls get
-    their logits. Another call for such a loss would refuse its CarriedRows.
+    their logits. Another call for such a loss would refuse its RowProxy.
     Communication and errors: as place_head.
     """
     place_head(models, HeadSettings(is_fused=True, setting=setting), _forward_of, knows_mtp=knows_mtp)
@@ -36,7 +36,7 @@ def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Callable
         if runtime_gather_output or not isinstance(used, nn.Parameter):  # a sampler's forward; a loss that does not train the head
             return own(input_, weight=weight, runtime_gather_output=runtime_gather_output)
         inputs = HeadInputs(input_, used, layer.sequence_parallel)
-        return carry_rows(inputs, tp_group, settings.setting or ""), None
+        return make_row_proxy(inputs, tp_group, settings.setting or ""), None
 
     setattr(forward, OWN, own)
     return forward

@@ -12,10 +12,10 @@ two backwards first, so the entropy's has read the logits by then; in another or
 
 Our fused head in the models of ROLL's strategy: `actor_train.system_envs.MEGATRON_RL_FUSED_LM_HEAD_LOSS: 'true'`.
 
-The output layer gives CarriedRows (`place_rows`) to our loss and, with our log-probabilities, to ROLL's op_compute_log_probs and
+The output layer gives RowProxy (`place_rows`) to our loss and, with our log-probabilities, to ROLL's op_compute_log_probs and
 op_compute_entropy. mcore_adapter's models have a hook on that layer: an identity whose backward makes the gradient of logits
-contiguous, for the layer's own product. On CarriedRows it raises, since autograd would make a plain tensor of them. So it is given
-the layer's own logits alone; the gradient of CarriedRows is ours, and contiguous.
+contiguous, for the layer's own product. On RowProxy it raises, since autograd would make a plain tensor of them. So it is given
+the layer's own logits alone; the gradient of RowProxy is ours, and contiguous.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError, name_of, place_of
-from megatron_rl.hosts.heads.carried_rows import CarriedRows
 from megatron_rl.hosts.heads.log_probs import Installer, Replacement, entropy_of_logits, log_probs_of_logits
 from megatron_rl.hosts.heads.placed_rows import place_rows
+from megatron_rl.hosts.heads.row_proxy import RowProxy
 from megatron_rl.hosts.roll import HEAD, PROBED
 from megatron_rl.hosts.roll_loss import is_alone
 from megatron_rl.layout.groups import resolve_group
@@ -43,7 +43,7 @@ STRATEGY = "roll.distributed.strategy.megatron_strategy:MegatronInferStrategy"
 def shard_log_probs(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(theirs)
     def vocab_parallel_logprobs(vocab_parallel_logits: Tensor, target: Tensor, use_fused_kernel: bool = True) -> Tensor:
-        is_last = not isinstance(vocab_parallel_logits, CarriedRows) and is_alone(vocab_parallel_logits)
+        is_last = not isinstance(vocab_parallel_logits, RowProxy) and is_alone(vocab_parallel_logits)
         return log_probs_of_logits(vocab_parallel_logits, target, resolve_group(None, "tp"), inplace=is_last)
 
     return vocab_parallel_logprobs
@@ -86,10 +86,10 @@ def models_of(strategy: Any) -> Sequence[nn.Module]:
 
 
 def place(strategy: Any) -> None:
-    """From now on the output layer of this strategy's models returns CarriedRows.
+    """From now on the output layer of this strategy's models returns RowProxy.
 
     Communication: as place_rows. Raises ConfigError where the head does not fit the model or its fp16, and for another hook
-    on the layer, which would take CarriedRows for logits; what models_of raises.
+    on the layer, which would take RowProxy for logits; what models_of raises.
     """
     models = models_of(strategy)
     if any(model_config_of(model).fp16 for model in models):
@@ -116,6 +116,6 @@ def _keep_hooks_for_logits(layer: nn.Module) -> None:
 def _of_logits(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def keep_logits(module: nn.Module, given: Any, output: Any) -> Any:
-        return output if isinstance(output[0], CarriedRows) else hook(module, given, output)
+        return output if isinstance(output[0], RowProxy) else hook(module, given, output)
 
     return keep_logits

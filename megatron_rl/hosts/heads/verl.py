@@ -14,7 +14,7 @@ policy and each loss, verl's own too. `log_probs` says what is the same and what
 
 Under use_fused_kernels verl has other forwards, which refuse several temperatures in a batch and, in the Megatron engine, turn
 themselves off for MTP and for padded rows. So the Megatron engine runs its forward of logits here, and the output layer gives
-CarriedRows in their place (`place_rows`): shifts, packing, MTP's loss and the temperature of each row are that forward's. The FSDP
+RowProxy in their place (`place_rows`): shifts, packing, MTP's loss and the temperature of each row are that forward's. The FSDP
 engine prepares its inputs as for logits, and its model's fused forward gets the temperatures of the rows. Σπ² stays verl's.
 """
 
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.after_import import after_import
-from megatron_rl.hosts.heads.carried_rows import CarriedRows
 from megatron_rl.hosts.heads.log_probs import (
     Applied,
     Installer,
@@ -41,6 +40,7 @@ from megatron_rl.hosts.heads.log_probs import (
     log_probs_of_logits,
 )
 from megatron_rl.hosts.heads.placed_rows import place_rows, with_logits
+from megatron_rl.hosts.heads.row_proxy import RowProxy
 from megatron_rl.hosts.verl import PROBED, TITLE
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 
@@ -149,7 +149,7 @@ def logits_processor(theirs: Callable[..., dict[str, Tensor]]) -> Callable[..., 
     def _lm_head_logits_processor(
         self: Any, logits: Tensor, label: Tensor, temperature: Tensor, **options: Any
     ) -> dict[str, Tensor]:  # [B, S] each, as label
-        if not isinstance(logits, CarriedRows):
+        if not isinstance(logits, RowProxy):
             return theirs(self, logits, label, temperature, **options)
         if needs := [name for name in ("calculate_sum_pi_squared", "distillation_use_topk") if options[name]]:
             raise ConfigError(f"{SWITCH}=True: {needs[0]} reads logits, and none are made; set {SWITCH}=False")

@@ -1,4 +1,4 @@
-"""Lists which flag has an effect on which route, and what of a launch a rule can read. It contains no rule."""
+"""Lists which flag has an effect on which launch method, and what of a launch a rule can read. It contains no rule."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_rl.config import (
     Distillation,
     EmptySteps,
     GradientDivisor,
+    LaunchMethod,
     PolicyLossConfig,
     PolicyMetrics,
-    Route,
     RouterAuxLoss,
     SupportUse,
     Watchdog,
@@ -27,29 +27,29 @@ from megatron_rl.losses.distillation import DIVERGENCES
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 from megatron_rl.weights import AGGREGATIONS, AggregationRecord
 
-# The fields that act elsewhere than in our loss, by where. One that is set on another route is an error.
-_OUR_LOSS = frozenset(Route) - {Route.REDUCER}  # a reducer gets the per-token losses of another loss
-_FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
-    frozenset(Route): (
+# The fields that act elsewhere than in our loss, by where. One that is set on another launch method is an error.
+_OUR_LOSS = frozenset(LaunchMethod) - {LaunchMethod.REDUCER}  # a reducer gets the per-token losses of another loss
+_FIELDS_OF_METHODS: dict[frozenset[LaunchMethod], tuple[str, ...]] = {
+    frozenset(LaunchMethod): (
         *("loss_aggregation", "loss_aggregation_divisor", "samples_per_prompt", "allow_partial_prompt_groups"),
         "fp32_lm_head",
     ),
-    frozenset({Route.MEGATRON_LM}): ("one_sample_per_rollout",),
-    frozenset({Route.CUSTOM_LOSS}): ("skip_old_log_probs",),
+    frozenset({LaunchMethod.MEGATRON_LM}): ("one_sample_per_rollout",),
+    frozenset({LaunchMethod.CUSTOM_LOSS}): ("skip_old_log_probs",),
     # Where the loss is handed what a sampler kept.
-    frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support",),
+    frozenset({LaunchMethod.CUSTOM_LOSS, LaunchMethod.TRAIN}): ("sampling_support",),
     # Elsewhere the host makes the step, and the loss sees micro-batches.
-    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (
+    frozenset({LaunchMethod.MEGATRON_LM, LaunchMethod.TRAIN}): (
         *("router_aux_loss", "gradient_divisor"),
         *("distillation", "distillation_divergence", "distillation_beta", "distillation_coefficient"),
     ),
-    frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog"),
+    frozenset({LaunchMethod.TRAIN}): ("empty_step", "docs_per_step", "watchdog"),
 }
 
 
-def routes_of_flags() -> dict[str, frozenset[Route]]:
-    """Each flag of ours, of the parameters of registered losses too -> the routes on which it acts."""
-    elsewhere = {name: routes for routes, names in _FIELDS_OF_ROUTES.items() for name in names}
+def methods_of_flags() -> dict[str, frozenset[LaunchMethod]]:
+    """Each flag of ours, of the parameters of registered losses too -> the methods on which it acts."""
+    elsewhere = {name: methods for methods, names in _FIELDS_OF_METHODS.items() for name in names}
     names = (*(field.name for field in flag_fields()), *declared_parameters())
     return {flag_of(name): elsewhere.get(name, _OUR_LOSS) for name in names}
 
@@ -100,7 +100,7 @@ class Settings:
     """What rules judge: our settings, and the options of a launch that they read besides; None: the launch does not say."""
 
     config: PolicyLossConfig = PolicyLossConfig()
-    route: Route = Route.MEGATRON_LM
+    method: LaunchMethod = LaunchMethod.MEGATRON_LM
     """How this launch reaches the loss."""
     set_flags: frozenset[str] = frozenset()
     """Flags that were given. A flag with another value than its default counts as given in any case."""

@@ -1,4 +1,4 @@
-"""The fused head in miles and slime: its step is the step of logits and makes none; a Carrier names what else it is asked for.
+"""The fused head in miles and slime: its step is the step of logits and makes none; a proxy names what else it is asked for.
 
 Where our init hook places it, which forward for old log-probabilities it leaves out, and what it refuses. tests/test_hosts.py has
 the steps without that forward, tests/test_whole_host.py the hosts' actors.
@@ -16,23 +16,6 @@ from functools import partial
 
 import pytest
 import torch
-from carrier_cases import (
-    FUSED,
-    INIT,
-    NAMES,
-    SOUND,
-    UNTIED,
-    HostStep,
-    batch_of,
-    emulated_host,
-    enlarge_head,
-    found_on_rank,
-    host_args,
-    host_model,
-    host_of,
-    results,
-    train_one_step,
-)
 from helpers import error_of, pool_of, set_global_args
 from host_steps import (
     CUSTOM_LOSS,
@@ -50,6 +33,23 @@ from host_steps import (
     host_logits,
     one,
 )
+from proxy_cases import (
+    FUSED,
+    INIT,
+    NAMES,
+    SOUND,
+    UNTIED,
+    HostStep,
+    batch_of,
+    emulated_host,
+    enlarge_head,
+    found_on_rank,
+    host_args,
+    host_model,
+    host_of,
+    results,
+    train_one_step,
+)
 from test_forward_step import SeenShapes
 from test_fused_head_models import subclassed
 from torch import nn
@@ -59,9 +59,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import host_named
 from megatron_rl.hosts.contract import OWN
-from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
-from megatron_rl.hosts.heads.carrier import Carrier, carried, carry
+from megatron_rl.hosts.heads.hidden_states_proxy import HiddenStatesProxy, inputs_of, make_proxy
 from megatron_rl.hosts.heads.placed_head import place_head, take_over
+from megatron_rl.hosts.heads.proxy_log_probs import proxy_log_probs
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.layout.groups import SINGLE, resolve_groups
@@ -137,7 +137,7 @@ TRAINED = [(total, size, [1] * size) for total, size, _ in Case().shapes]
 
 
 def measured_on_rank(rank: int, layout: Layout, cases: list[Case]) -> list[tuple]:
-    """Of each case (what our function in the place of the host's measures of a Carrier, what it must measure). The hidden states
+    """Of each case (what our function in the place of the host's measures of a proxy, what it must measure). The hidden states
     are logits: the weight of the head is the unit matrix. No row of a prompt's token is multiplied."""
     cp, tp, found = resolve_groups().cp, resolve_groups().tp, []
     for case in (replace(case, shapes=TRAINED) for case in cases):
@@ -149,7 +149,7 @@ def measured_on_rank(rank: int, layout: Layout, cases: list[Case]) -> list[tuple
         if layout.sequence_parallel:
             hidden = torch.cat([hidden, hidden[: len(hidden) % 2]]).chunk(tp.size())[tp.rank()]
         weight = torch.eye(VOCAB_SIZE).chunk(tp.size())[tp.rank()]
-        carrier = carry(HeadInputs(hidden.contiguous(), weight, layout.sequence_parallel), tp).transpose(0, 1).contiguous()
+        proxy = make_proxy(HeadInputs(hidden.contiguous(), weight, layout.sequence_parallel), tp).transpose(0, 1).contiguous()
         batch = host_batch(case, samples, samples, *place)
         named = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
         if case.host == "miles":
@@ -157,7 +157,7 @@ def measured_on_rank(rank: int, layout: Layout, cases: list[Case]) -> list[tuple
         elif case.keeps:
             named |= {name.removeprefix("rollout_"): batch[name] for name in KEYS["slime"]}
         with SeenShapes() as seen:
-            answer = host_of(args, "actor").get_log_probs_and_entropy(carrier, args=args, with_entropy=True, **named)
+            answer = host_of(args, "actor").get_log_probs_and_entropy(proxy, args=args, with_entropy=True, **named)
         expected = host_batch(case, list(map(exact_scores, samples)), samples, *place)
         wanted = {"log_probs": expected["log_probs"], "entropy": expected["advantages"]}
         assert cp.size() > 1 or (sum(size for _, size, _ in TRAINED), weight.shape[0]) in seen.shapes
@@ -187,7 +187,7 @@ HALF = replace(UNTIED, bf16=True)
 
 @pytest.mark.megatron
 def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool):
-    """FB-85: through Float16Module, whose cast the Carrier survives without a copy. Below the head a hidden gradient is rounded to
+    """FB-85: through Float16Module, whose cast the proxy survives without a copy. Below the head a hidden gradient is rounded to
     bf16 once more, and a rounding falls on the other side now and then; bf16 logits are another loss."""
     fp32 = {"fp32_lm_head": True}
     flags = [{}, fp32, FUSED, FUSED | fp32]
@@ -221,22 +221,22 @@ def test_a_head_that_is_trained_alone_gets_its_gradient(pool, flags):
     assert of_logits.any() and (found - of_logits).norm() < TOLERANCE * of_logits.norm()
 
 
-# What a Carrier is asked for
+# What a HiddenStatesProxy is asked for
 
 
-def carrier_of(*, dtype: torch.dtype = torch.float32) -> Carrier:
+def proxy_of(*, dtype: torch.dtype = torch.float32) -> HiddenStatesProxy:
     """As the loss of a host gets it: 5 tokens, hidden size 4, 7 columns."""
     hidden = torch.randn(5, 1, 4, dtype=dtype, requires_grad=True)
-    made = carry(HeadInputs(hidden * 1, torch.zeros(7, 4, dtype=dtype), False), SINGLE)
+    made = make_proxy(HeadInputs(hidden * 1, torch.zeros(7, 4, dtype=dtype), False), SINGLE)
     return made.transpose(0, 1).contiguous()
 
 
 def test_a_carrier_says_of_itself_what_logits_would_say():
-    carrier = carrier_of(dtype=torch.bfloat16)
-    assert carrier.shape == carrier.size() == (1, 5, 7) and carrier.size(-1) == 7 and carrier.numel() == 35
-    assert carrier.dim() == carrier.ndim == 3 and carrier.device.type == "cpu" and carrier.is_floating_point()
-    assert carrier.requires_grad and not carrier.detach().requires_grad
-    inputs = carried(carrier.float())
+    proxy = proxy_of(dtype=torch.bfloat16)
+    assert proxy.shape == proxy.size() == (1, 5, 7) and proxy.size(-1) == 7 and proxy.numel() == 35
+    assert proxy.dim() == proxy.ndim == 3 and proxy.device.type == "cpu" and proxy.is_floating_point()
+    assert proxy.requires_grad and not proxy.detach().requires_grad
+    inputs = inputs_of(proxy.float())
     assert type(inputs.hidden) is torch.Tensor and inputs.hidden.shape == (5, 1, 4) and inputs.hidden.dtype == torch.bfloat16
 
 
@@ -244,8 +244,8 @@ def test_zero_times_its_sum_is_zero_and_keeps_the_graph():
     """--allgather-cp: a rank without tokens must meet the collectives of the backward."""
     hidden = torch.randn(5, 1, 4, requires_grad=True)
     for product in (lambda total: 0 * total, lambda total: total * 0.0):
-        carrier = carry(HeadInputs(hidden * 1, torch.zeros(7, 4), False), SINGLE).transpose(0, 1).contiguous()
-        zero = product(carrier.sum())
+        proxy = make_proxy(HeadInputs(hidden * 1, torch.zeros(7, 4), False), SINGLE).transpose(0, 1).contiguous()
+        zero = product(proxy.sum())
         assert type(zero) is torch.Tensor and zero == 0
         (gradient,) = torch.autograd.grad(zero, hidden)
         assert torch.equal(gradient, torch.zeros_like(hidden))
@@ -266,15 +266,15 @@ def test_another_use_of_it_is_refused_with_the_operation_and_the_line(name):
     touch = TOUCHES[name]
     file, line = inspect.getsourcefile(touch), inspect.getsourcelines(touch)[1]
     with pytest.raises(ConfigError, match=f"{file}:{line} asks for `{name}` of .*the model's output.*--fused-lm-head-loss"):
-        touch(carrier_of())
+        touch(proxy_of())
 
 
 def test_logits_in_its_place_are_refused():
     with pytest.raises(ConfigError, match=r"the loss is given a Tensor \(1, 5, 7\), and not what our output layer returns"):
-        carried(torch.zeros(1, 5, 7))
-    moved_by_nobody = carry(HeadInputs(torch.zeros(5, 1, 4), torch.zeros(7, 4), False), SINGLE)
+        inputs_of(torch.zeros(1, 5, 7))
+    moved_by_nobody = make_proxy(HeadInputs(torch.zeros(5, 1, 4), torch.zeros(7, 4), False), SINGLE)
     with pytest.raises(ConfigError, match=r"the model's output is \[S, B, V_tp\] \(5, 1, 7\)"):
-        carried(moved_by_nobody)
+        inputs_of(moved_by_nobody)
 
 
 # Where it is placed: the host's own code
@@ -324,12 +324,12 @@ def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(slime):
 
 
 def test_what_the_host_measures_with_and_we_do_not_know_is_refused():
-    carrier = carry(HeadInputs(torch.zeros(5, 1, 4), torch.zeros(7, 4), False), SINGLE)
+    proxy = make_proxy(HeadInputs(torch.zeros(5, 1, 4), torch.zeros(7, 4), False), SINGLE)
     named = {"args": Case().args(), "unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
     with pytest.raises(
         ConfigError, match=r"measures log-probabilities with top_p_token_ids=\[\[1\]\], which our head does not know"
     ):
-        carried_log_probs(carrier, **named, top_p_token_ids=[[1]], max_seq_lens=None)
+        proxy_log_probs(proxy, **named, top_p_token_ids=[[1]], max_seq_lens=None)
 
 
 # Which forward
@@ -355,13 +355,13 @@ def forwards_on_rank(rank: int, flags: dict, bf16: bool) -> dict[str, tuple]:
         models[0].train(is_training)
         with torch.set_grad_enabled(has_gradients):
             output, expected = output_of(models[0]), output_of(own)
-        is_own = None if isinstance(output, Carrier) else torch.equal(output, expected)
+        is_own = None if isinstance(output, HiddenStatesProxy) else torch.equal(output, expected)
         found[name] = (type(output).__name__, str(output.dtype), tuple(output.shape) == tuple(expected.shape), is_own)
     return found
 
 
 LOGITS, FP32_LOGITS = ("Tensor", "torch.float32", True, True), ("Tensor", "torch.float32", True, False)
-CARRIED = ("Carrier", "torch.float32", True, None)
+CARRIED = ("HiddenStatesProxy", "torch.float32", True, None)
 
 
 @pytest.mark.megatron

@@ -1,4 +1,4 @@
-"""Old and reference log-probabilities of miles and slime from hidden states: their get_log_probs_and_entropy for a Carrier."""
+"""Old and reference log-probabilities of miles and slime from hidden states: get_log_probs_and_entropy of a proxy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Route
+from megatron_rl.config import LaunchMethod
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.batch import read_host_responses
-from megatron_rl.hosts.heads.carrier import Carrier, carried
+from megatron_rl.hosts.heads.hidden_states_proxy import HiddenStatesProxy, inputs_of
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.loss import kept_of, read_plan
 from megatron_rl.layout.groups import resolve_group
@@ -24,8 +24,8 @@ KNOWN = ("max_seq_lens", "non_loss_data", "entropy_requires_grad")
 
 
 @torch.no_grad()
-def carried_log_probs(
-    logits: Carrier,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd)
+def proxy_log_probs(
+    logits: HiddenStatesProxy,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd)
     *,
     args: Namespace,
     unconcat_tokens: Sequence[Tensor],
@@ -41,7 +41,7 @@ def carried_log_probs(
     Communication: as ops.linear_log_probs over tp; --allgather-cp one all-reduce of [response tokens] over cp for each name.
     Raises: ConfigError for an argument that is not known here; DataError for lengths that do not fit the rows.
     """
-    launch = RUNS.of(args).judged(Route.CUSTOM_LOSS, args, read_plan)
+    launch = RUNS.of(args).judged(LaunchMethod.CUSTOM_LOSS, args, read_plan)
     kept = kept_of(launch)
     kept_names = () if kept is None else kept.arguments
     known = (*KNOWN, *kept_names)
@@ -59,7 +59,7 @@ def carried_log_probs(
     }
     is_padded, is_contiguous = launch.is_padded, launch.is_contiguous(cp_group)
     responses = read_host_responses(batch, logits, cp_group, is_padded=is_padded, is_contiguous=is_contiguous)
-    inputs = carried(logits)
+    inputs = inputs_of(logits)
     hidden, is_sequence_parallel = rows_of(inputs, tp_group)
     options: LinearKeywords = {
         "loss_mask": responses.is_response,

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.heads import carried_rows, log_probs
-from megatron_rl.hosts.heads.carried_rows import CarriedRows, carry_rows
+from megatron_rl.hosts.heads import log_probs, row_proxy
 from megatron_rl.hosts.heads.placed_rows import place_rows
 from megatron_rl.hosts.heads.roll import place
+from megatron_rl.hosts.heads.row_proxy import RowProxy, make_row_proxy
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.ranks import run_ranks
@@ -198,9 +198,9 @@ def test_verls_fsdp_engine_gives_its_fused_forward_the_temperature_of_each_row()
 # What is refused
 
 
-def rows_of(hidden, weight) -> CarriedRows:
+def rows_of(hidden, weight) -> RowProxy:
     """As the output layer gives them: [S, B, V]."""
-    return carry_rows(HeadInputs(hidden, weight, False), SINGLE, SETTING)
+    return make_row_proxy(HeadInputs(hidden, weight, False), SINGLE, SETTING)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_another_function_of_torch_is_refused_by_its_name_and_line(touch, name):
     hidden, weight, *_ = head()
     rows = rows_of(hidden[:, None], weight)
     with pytest.raises(
-        ConfigError, match=rf"test_carried_rows.py:\d+ asks for `{name}` of the model's output, which under .*{SETTING}"
+        ConfigError, match=rf"test_row_proxy.py:\d+ asks for `{name}` of the model's output, which under .*{SETTING}"
     ):
         touch(rows)
     assert f"(24, 1, 20) torch.float32, {SETTING}" in repr(rows)
@@ -234,16 +234,16 @@ def test_a_view_of_rows_that_were_divided_elsewhere_is_refused(view, is_divided)
     rows = rows_of(torch.ones(2, 1, 4), torch.ones(3, 4))
     both = [rows, view(rows)]
     both[is_divided].div_(0.5)
-    assert carried_rows.rows_of(both[is_divided])[1].temperature == 0.5
+    assert row_proxy.rows_of(both[is_divided])[1].temperature == 0.5
     with pytest.raises(ConfigError, match=f"asks for `div_` of another view of .* remove {SETTING}"):
-        carried_rows.rows_of(both[1 - is_divided])
+        row_proxy.rows_of(both[1 - is_divided])
 
 
 def test_a_cast_to_another_type_is_a_copy_that_has_its_own_temperature():
     rows = rows_of(torch.ones(2, 1, 4, dtype=torch.bfloat16), torch.ones(3, 4, dtype=torch.bfloat16))
     copied = rows.float()
     copied.div_(0.5)
-    assert [carried_rows.rows_of(each)[1].temperature for each in (rows, copied)] == [1.0, 0.5]
+    assert [row_proxy.rows_of(each)[1].temperature for each in (rows, copied)] == [1.0, 0.5]
 
 
 def refused_on_a_rank(rank: int):
@@ -290,15 +290,15 @@ def hooks_on_a_rank(rank: int):
     model = model_with(mca_lora_logits_postprocess_hook)
     place(SimpleNamespace(models_unwrapped=[model]))
     layer = model.output_layer
-    assert isinstance(model(tokens), CarriedRows) and not hasattr(layer, "calls")
+    assert isinstance(model(tokens), RowProxy) and not hasattr(layer, "calls")
     # The layer's own logits, for a loss that does not train the head, have the hook.
     own, _ = layer(torch.ones(4, 2, HIDDEN), weight=layer.weight.detach())
     assert type(own) is torch.Tensor and layer.calls == 1
     left = model_with(lambda *_: None)
-    with pytest.raises(ConfigError, match=r"the output layer has a hook, .*lambda.*test_carried_rows.py:\d+.*remove the hook"):
+    with pytest.raises(ConfigError, match=r"the output layer has a hook, .*lambda.*test_row_proxy.py:\d+.*remove the hook"):
         place(SimpleNamespace(models_unwrapped=[left]))
     left.output_layer.register_forward_hook(mca_lora_logits_postprocess_hook)
-    for has_gradients in (True, False):  # without place it would be given CarriedRows
+    for has_gradients in (True, False):  # without place it would be given RowProxy
         with torch.set_grad_enabled(has_gradients), pytest.raises(ConfigError, match="`mul`"):
             left(tokens)
     left.config.fp16 = True
