@@ -12,8 +12,7 @@ import pytest
 import torch
 from forked import forked
 from helpers import error_of, pool_of
-from test_train_command import Command
-from test_train_options import options_of, parse, write_prompts
+from test_train_command import Command, options_of, parse, write_prompts
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, resolve_groups

@@ -51,7 +51,7 @@ from proxy_cases import (
     train_one_step,
 )
 from test_forward_step import SeenShapes
-from test_fused_head_models import subclassed
+from test_fused_head import subclassed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -394,7 +394,7 @@ def sharded(model):
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
 
 
-# The change of a model -> what is said; tests/test_fused_head_models.py has the other output layers that are refused.
+# The change of a model -> what is said; tests/test_fused_head.py has the other output layers that are refused.
 CHANGES = {
     "foreign": (subclassed, "--fused-lm-head-loss: the output layer is a CappedLayer, a subclass of Megatron's"),
     "mtp": (

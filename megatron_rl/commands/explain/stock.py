@@ -1,7 +1,7 @@
 """What the trainers' own losses weigh a token: one formula for each of their aggregations, and what it makes of a typed step.
 
 Counts of the step are the same on every layout. M and dp (micro-batches of a rank, ranks) and T_b, N_b and L_b (counts of one
-micro-batch) are not: such a loss is a mean of means. tests/test_explain_stock.py holds each row against the trainer's own code. KL,
+micro-batch) are not: such a loss is a mean of means. tests/test_explain.py holds each row against the trainer's own code. KL,
 entropy, value and distillation terms are left out.
 """
 
