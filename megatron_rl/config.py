@@ -51,15 +51,16 @@ class Distillation(StrEnum):
     SAMPLED = "sampled"
     TOPK = "topk"
 
-    @property
-    def sample_fields(self) -> tuple[str, ...]:
-        """Where a sample has them."""
-        return {"none": (), "sampled": ("teacher_log_probs",), "topk": ("teacher_topk_ids", "teacher_topk_log_probs")}[self]
-
 
 # The correction that is none, and a name in the registry of KL estimators.
 NO_CORRECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"
+# Where a sample has them.
+FIELDS_OF_TEACHER: dict[str, tuple[str, ...]] = {
+    Distillation.NONE: (),
+    Distillation.SAMPLED: ("teacher_log_probs",),
+    Distillation.TOPK: ("teacher_topk_ids", "teacher_topk_log_probs"),
+}
 DEFAULT_DIVERGENCE, DEFAULT_BETA = "reverse_kl", 0.5
 
 

@@ -295,7 +295,9 @@ def taught(case: Case, decks: Decks) -> Case:
     """Kept ids have no teacher, and a sequence-level loss has one advantage a sample."""
     teacher, divergence = decks.draw(case.door.head, TEACHERS[case.door.head]), decks.draw("divergence", [*DIVERGENCES])
     is_possible = case.kept == "all" and not (teacher == "sampled" and get_policy_loss(case.loss).level == "sequence")
-    return replace(case, teacher=teacher if is_possible else "none", divergence=divergence)
+    return replace(
+        case, teacher=teacher if is_possible else "none", divergence="reverse_kl" if teacher == "sampled" else divergence
+    )
 
 
 def distillation_of(case: Case) -> DistillationSettings:

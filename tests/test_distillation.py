@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import math
 import os
 import types
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -20,6 +22,7 @@ from megatron_rl import DistillationSettings, HeadTeacher, LogitsTeacher, TopKTe
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.losses.distillation import DIVERGENCES
+from megatron_rl.ops import distribution
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, step_on_layout
 from megatron_rl.testing.reference import double_model, global_parameters, model_logits, ragged_samples
@@ -134,17 +137,41 @@ def test_a_mass_near_one_keeps_its_digits_and_what_a_server_cannot_say_is_a_cons
     torch.testing.assert_close(tail, (p * (1 - 1e-7 / (p[2] + p[3])))[2:], rtol=1e-5, atol=0)
 
 
+def test_a_tail_below_the_smallest_number_keeps_its_gradient():
+    """p_T is 3 e^-110: 0 in float32, and its logarithm is exact. Each column has -1/3 of q_T = 1/2."""
+    policy = torch.tensor([[0.0, -110.0, -110.0, -110.0]])
+    value, gradient = divergence(policy, TopKTeacher(torch.tensor([[0]]), torch.tensor([[math.log(0.5)]])), "forward_kl")
+    assert float(value) == pytest.approx(0.5 * (110 - math.log(3)) - math.log(2), rel=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor([[0.5, -1 / 6, -1 / 6, -1 / 6]]))
+
+
+def test_a_teacher_that_was_written_to_is_noticed_and_nothing_is_kept():
+    size, teacher = 4, torch.randn(4, 8)
+    leaf = torch.randn(size, 8, requires_grad=True)
+    tensors = (torch.zeros(size, dtype=torch.int64), None, torch.zeros(size), torch.ones(size, dtype=torch.bool))
+    given = (*tensors, torch.arange(size + 1), torch.ones(size))
+    output = policy_loss("grpo", leaf, *given, distillation=DistillationSettings(), teacher=LogitsTeacher(teacher))
+    teacher.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.loss.backward()
+    gone = weakref.ref(teacher)
+    gc.disable()
+    del teacher, output
+    found, _ = gone(), gc.enable()
+    assert found is None
+
+
 def test_a_teachers_head_multiplies_each_row_once_in_forward_and_gradient(monkeypatch):
     """Four matmuls: three of the policy's, one of the teacher's. No logits [T, V] of either."""
-    case, linear, sizes = head_batch(), torch.nn.functional.linear, []
+    case, multiply, sizes = head_batch(), distribution.teacher_product, []
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (len(case.hidden), VOCAB_SIZE))
 
     def counted(rows, head):
         sizes.append(len(rows))
-        return linear(rows, head)
+        return multiply(rows, head)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    monkeypatch.setattr(distribution, "teacher_product", counted)
     leaf, batch = case.hidden.clone().requires_grad_(), case.batch
     bounds = torch.tensor([0, *(len(document) for document in batch.documents)]).cumsum(0).int()
     given = (batch.labels, batch.old_log_probs, batch.advantages, batch.loss_mask, bounds, batch.token_weights)
@@ -156,7 +183,6 @@ def test_a_teachers_head_multiplies_each_row_once_in_forward_and_gradient(monkey
 
 def test_bad_ids_on_a_gpu_are_counted(monkeypatch):
     """Where nobody reads the device the loss counts their rows as not finite."""
-    from megatron_rl.ops import distribution
 
     case = float32(head_batch([2, 2]).batch)
     ids = torch.tensor([[0, 1], [2, 2], [0, 1], [0, 99]])

@@ -359,6 +359,7 @@ def unweighed(step: Step, number: int) -> SimpleNamespace:
         "routes": None,
         "kept_ids": None,
         "kept_mass": None,
+        **dict.fromkeys(("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs")),
         "advantage": 0.0,
         "tokens": [0, *sample.labels],
     }

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Distillation
+from megatron_rl.config import FIELDS_OF_TEACHER, Distillation
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
@@ -22,7 +22,7 @@ __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_pac
 # In the place of a token's experts: it has no route.
 NO_ROUTE = -1
 PER_TOKEN_VALUES = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights", "teacher_log_probs")
-TOP_K = Distillation.TOPK.sample_fields  # [R, K] each
+TOP_K = FIELDS_OF_TEACHER[Distillation.TOPK]  # [R, K] each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

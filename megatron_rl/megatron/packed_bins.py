@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import Distillation, PolicyLossConfig, PolicyMetrics
+from megatron_rl.config import FIELDS_OF_TEACHER, Distillation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -227,7 +227,7 @@ def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepCont
 
 
 def _row(values: Tensor, num_tokens: int, name: str) -> list[Any]:
-    rows = values.flatten(0, -2) if name in Distillation.TOPK.sample_fields else values.flatten()
+    rows = values.flatten(0, -2) if name in FIELDS_OF_TEACHER[Distillation.TOPK] else values.flatten()
     if len(rows) != num_tokens - 1:
         raise DataError(
             f"{name} has {len(rows)} entries for a bin of {num_tokens} tokens: it is shifted, one for each token but the first"

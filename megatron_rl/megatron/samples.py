@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Distillation, PolicyLossConfig, PolicyMetrics, RouterAuxLoss
+from megatron_rl.config import FIELDS_OF_TEACHER, Distillation, PolicyLossConfig, PolicyMetrics, RouterAuxLoss
 from megatron_rl.count import StepTotals, count_step
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 # What a sample may have of a teacher.
-TEACHER_FIELDS = tuple(name for kind in Distillation for name in kind.sample_fields)
+TEACHER_FIELDS = tuple(name for names in FIELDS_OF_TEACHER.values() for name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +180,7 @@ def weigh_samples(
 
 def teacher_problem(config: PolicyLossConfig, given: object) -> str | None:
     """Why --distillation cannot be done with what samples, or a batch of them, have of a teacher."""
-    missing = [name for name in Distillation(config.distillation).sample_fields if getattr(given, name) is None]
+    missing = [name for name in FIELDS_OF_TEACHER[config.distillation] if getattr(given, name) is None]
     if missing:
         return (
             f"no {' and no '.join(missing)}, which --distillation {config.distillation} needs: record the teacher's, or remove the "

@@ -131,11 +131,13 @@ DISTILLATION_METRICS: tuple[Metric, ...] = (
     sample_mean("distillation", lambda given: given.divergences, "num_distilled_samples"),
     sample_mean("teacher_mass", lambda given: given.teacher_mass, "num_distilled_samples"),
 )
-ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
-CORRECTION_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in CORRECTION_METRICS}
-SUPPORT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in SUPPORT_METRICS}
-DISTILLATION_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in DISTILLATION_METRICS}
-TABLES = {Correction: CORRECTION_METRICS, SupportValues: SUPPORT_METRICS, DistillationValues: DISTILLATION_METRICS}
+# By the name of their statistics in PolicyStatistics, in its order.
+TABLES: dict[str, tuple[Metric, ...]] = {
+    "rollout": ROLLOUT_METRICS,
+    "correction": CORRECTION_METRICS,
+    "support": SUPPORT_METRICS,
+    "distillation": DISTILLATION_METRICS,
+}
 # An old log-probability of exactly 0 means probability 1. If the policy gives less than 1/2 at step 0, it was never measured.
 PHANTOM_LOG_PROB = math.log(0.5)
 
@@ -151,8 +153,8 @@ def rollout_statistics(
     loss_mask: Tensor,  # [T] bool
     cu_seqlens: Tensor,  # [N + 1], this rank's slices
     token_counts: Tensor,  # [N] unmasked tokens over all cp ranks
-) -> Tensor:  # [len(ROLLOUT_STATISTICS)] float64
-    """This rank's share of ROLLOUT_STATISTICS, from the inputs that are given. No communication, no synchronisation.
+) -> Tensor:  # [len(ROLLOUT_METRICS)] float64
+    """This rank's share of ROLLOUT_METRICS, from the inputs that are given. No communication, no synchronisation.
 
     train_rollout_* compare two engines on the same weights, so the trainer's side is old_log_probs, or log_probs on-policy. A
     phantom is a placeholder that was never measured. Staleness is summed over the ranks that give it.
@@ -172,11 +174,12 @@ def rollout_statistics(
 
 
 def token_statistics(
+    table: str,  # of TABLES
     given: Correction | SupportValues | DistillationValues,
     *,
     loss_mask: Tensor,  # [T] bool
     counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
 ) -> Tensor:  # [number of rows of the table] float64
     """This rank's share of the statistics that the given values make. No communication, no synchronisation."""
-    rows = TABLES[type(given)]
+    rows = TABLES[table]
     return over_tokens(rows, [metric.value(given) for metric in rows], loss_mask, token_weights(loss_mask, counts))

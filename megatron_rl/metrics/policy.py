@@ -110,10 +110,10 @@ class PolicyStatistics:
 
     values: Tensor  # [len(STATISTICS)] float64, in the order of METRICS
     has_entropy: bool
-    rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
-    correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
-    support: Tensor | None = None  # [len(SUPPORT_STATISTICS)] float64; None: the sampler keeps all ids
-    distillation: Tensor | None = None  # [len(DISTILLATION_STATISTICS)] float64; None: there is no teacher of rows
+    rollout: Tensor | None = None  # [len(ROLLOUT_METRICS)] float64; None: the rollout gave no such input
+    correction: Tensor | None = None  # [len(CORRECTION_METRICS)] float64; None: there is no correction
+    support: Tensor | None = None  # [len(SUPPORT_METRICS)] float64; None: the sampler keeps all ids
+    distillation: Tensor | None = None  # [len(DISTILLATION_METRICS)] float64; None: there is no teacher of rows
 
 
 def policy_statistics(

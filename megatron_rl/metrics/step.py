@@ -8,47 +8,29 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, group_device
-from megatron_rl.metrics.further import (
-    CORRECTION_METRICS,
-    CORRECTION_SAMPLE_SIZE,
-    CORRECTION_STATISTICS,
-    DISTILLATION_METRICS,
-    DISTILLATION_STATISTICS,
-    ROLLOUT_METRICS,
-    ROLLOUT_STATISTICS,
-    SUPPORT_METRICS,
-    SUPPORT_STATISTICS,
-)
-from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS, NEUTRAL, STATISTICS, Metric, PolicyStatistics, Reduction
-
-# The tables besides METRICS, by the name of their statistics, in the order of PolicyStatistics.
-TABLES: dict[str, dict[str, Reduction]] = {
-    "rollout": ROLLOUT_STATISTICS,
-    "correction": CORRECTION_STATISTICS,
-    "support": SUPPORT_STATISTICS,
-    "distillation": DISTILLATION_STATISTICS,
-}
+from megatron_rl.metrics.further import CORRECTION_SAMPLE_SIZE, TABLES
+from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS, NEUTRAL, Metric, PolicyStatistics, Reduction
 
 
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
     """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
     found = {name: [getattr(part, name) for part in parts if getattr(part, name) is not None] for name in TABLES}
     return PolicyStatistics(
-        combined(torch.stack([part.values for part in parts]), STATISTICS),
+        combined(torch.stack([part.values for part in parts]), METRICS),
         parts[0].has_entropy,
         **{name: combined(torch.stack(rows), TABLES[name]) for name, rows in found.items() if rows},
     )
 
 
-def combined(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
+def combined(rows: Tensor, table: Sequence[Metric]) -> Tensor:  # [parts, K] -> [K]
     """Each statistic over the parts, by its reduction."""
     by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
-    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])
+    return torch.stack([by_kind[row.reduction][index] for index, row in enumerate(table)])
 
 
 def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
     """The statistics of a rank without a micro-batch."""
-    return PolicyStatistics(_neutral(STATISTICS, torch.device("cpu")), has_entropy)
+    return PolicyStatistics(_neutral(METRICS, torch.device("cpu")), has_entropy)
 
 
 def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
@@ -59,13 +41,13 @@ def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *,
     tp, because its ranks hold the same numbers. Synchronises once.
     """
     local = neutral_statistics(has_entropy=has_entropy) if local is None else local
-    tables = (STATISTICS, *TABLES.values())
+    tables = (METRICS, *TABLES.values())
     device = group_device(groups.dp_cp)
     parts = zip((local.values, *(getattr(local, name) for name in TABLES)), tables, strict=True)
-    values = torch.cat([_neutral(kinds, device) if part is None else part.to(device) for part, kinds in parts])
+    values = torch.cat([_neutral(table, device) if part is None else part.to(device) for part, table in parts])
     if groups.pp.rank() == groups.pp.size() - 1:
-        values = combined(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
-    values, *others = broadcast_from_last(values, groups.pp).cpu().split([len(kinds) for kinds in tables])
+        values = combined(all_gather_stack(values, groups.dp_cp), [row for table in tables for row in table])
+    values, *others = broadcast_from_last(values, groups.pp).cpu().split([len(table) for table in tables])
     return PolicyStatistics(values, has_entropy, *others)
 
 
@@ -74,37 +56,32 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
 
     policy/effective_sample_size is that of the ratios, policy/correction_effective_sample_size that of a correction's factors.
     """
-    known = dict(zip(STATISTICS, statistics.values.tolist(), strict=True))
+    rows, values = _present(statistics)
+    known = dict(zip((row.name for row in rows), values.tolist(), strict=True))
     if known["num_tokens"] == 0:
         return {}
-    metrics = _finished(METRICS, known, statistics.has_entropy)
+    metrics = {
+        f"policy/{row.name}": known[row.name] / (known[row.normaliser] if row.normaliser else 1)
+        for row in rows
+        if _is_reported(row, statistics.has_entropy) and (row.present_with is None or known[row.present_with])
+    }
     ratio_sums = (known["ratio_new_old_sum"], known["ratio_new_old_squared_sum"], known["num_ratios"])
     metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE}"] = _effective_sample_size(*ratio_sums)
-    if statistics.correction is not None:
-        known = dict(zip(CORRECTION_STATISTICS, statistics.correction.tolist(), strict=True))
-        metrics |= _finished(CORRECTION_METRICS, known, statistics.has_entropy)
-        if known["num_corrected_tokens"]:
-            factor_sums = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
-            metrics[f"policy/{CORRECTION_SAMPLE_SIZE}"] = _effective_sample_size(*factor_sums)
-    of_each = (ROLLOUT_METRICS, statistics.rollout), (SUPPORT_METRICS, statistics.support)
-    for rows, found in (*of_each, (DISTILLATION_METRICS, statistics.distillation)):
-        if found is not None:
-            known = dict(zip((row.name for row in rows), found.tolist(), strict=True))
-            metrics |= _finished(rows, known, statistics.has_entropy)
+    if known.get("num_corrected_tokens"):
+        factor_sums = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
+        metrics[f"policy/{CORRECTION_SAMPLE_SIZE}"] = _effective_sample_size(*factor_sums)
     return metrics
+
+
+def _present(statistics: PolicyStatistics) -> tuple[list[Metric], Tensor]:
+    """The rows whose statistics are there, and these [K]."""
+    found = {name: values for name in TABLES if (values := getattr(statistics, name)) is not None}
+    return [*METRICS, *(row for name in found for row in TABLES[name])], torch.cat([statistics.values, *found.values()])
 
 
 def _effective_sample_size(total: float, squared_total: float, number: float) -> float:
     """total^2 / squared_total / number: 1 when all are equal; 0 where all are 0, as factors are where everything is dropped."""
     return total**2 / (squared_total * number) if squared_total else 0.0
-
-
-def _finished(rows: tuple[Metric, ...], known: dict[str, float], has_entropy: bool) -> dict[str, float]:
-    return {
-        f"policy/{row.name}": known[row.name] / (known[row.normaliser] if row.normaliser else 1)
-        for row in rows
-        if _is_reported(row, has_entropy) and (row.present_with is None or known[row.present_with])
-    }
 
 
 def _is_reported(row: Metric, has_entropy: bool) -> bool:
@@ -127,16 +104,8 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     num_parts: micro-batches times dp-cp ranks; the denominator of a plain sum is 1 / num_parts. Minima, maxima and the effective
     sample size are no such quotients and are left out: step_metrics has them.
     """
-    values, rows = dict(zip(STATISTICS, statistics.values.unbind(), strict=True)), METRICS
-    if statistics.correction is not None:
-        values |= dict(zip(CORRECTION_STATISTICS, statistics.correction.unbind(), strict=True))
-        rows = (*rows, *CORRECTION_METRICS)
-    if statistics.support is not None:
-        values |= dict(zip(SUPPORT_STATISTICS, statistics.support.unbind(), strict=True))
-        rows = (*rows, *SUPPORT_METRICS)
-    if statistics.distillation is not None:
-        values |= dict(zip(DISTILLATION_STATISTICS, statistics.distillation.unbind(), strict=True))
-        rows = (*rows, *DISTILLATION_METRICS)
+    rows, present = _present(statistics)
+    values = dict(zip((row.name for row in rows), present.unbind(), strict=True))
     one = torch.full_like(values["num_samples"], 1.0 / num_parts)
     pairs = {
         f"policy/{row.name}": (values[row.name], values[row.normaliser] if row.normaliser else one)
@@ -147,6 +116,6 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     return dict(zip(pairs, stacked.unbind(), strict=True))
 
 
-def _neutral(kinds: dict[str, Reduction], device: torch.device) -> Tensor:
+def _neutral(table: Sequence[Metric], device: torch.device) -> Tensor:
     """Filled on the device: a copy from the host would synchronise."""
-    return torch.stack([torch.full((), NEUTRAL[kind], dtype=torch.float64, device=device) for kind in kinds.values()])
+    return torch.stack([torch.full((), NEUTRAL[row.reduction], dtype=torch.float64, device=device) for row in table])

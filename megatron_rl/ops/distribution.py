@@ -5,8 +5,8 @@ other columns together are the last: the tail. So nothing is left out, and the v
 
     D = sum_b f(p_b, q_b)        dD/dlogits_v = p_v (h_b(v) - sum_b p_b h_b) / temperature,    h_b = df/dp_b up to one constant
 
-The policy's tail is the sum of p over its columns: 1 - the sum in K has no digit left where K holds almost all. The teacher's is
-1 - the sum of q in K, and at least TAIL_FLOOR: a constant of the data, so that no gradient is lost. Nothing is clamped.
+The policy's tail is the logarithm of the sum of p over its columns: 1 - the sum in K has no digit left where K holds almost all.
+The teacher's is 1 - the sum of q in K, and at least TAIL_FLOOR: a constant of the data, so that no gradient is lost.
 Everything is in float32 (float64 for float64 logits), in blocks of rows whose numbers stay in a cache.
 """
 
@@ -142,7 +142,7 @@ class DistributionTerm:
         self.inverse_teacher_temperature, self.loss_mask = 1.0 / teacher_temperature, loss_mask
         self.values = torch.zeros(loss_mask.shape, dtype=dtype, device=loss_mask.device)  # [T]
         self._slopes = torch.zeros_like(self.values)  # [T] sum of p h over the buckets
-        self._numbers = torch.zeros_like(self.values)  # [T] p of the tail, or the log of the teacher's sum of exponentials
+        self._numbers = torch.zeros_like(self.values)  # [T] log p of the tail, or of the teacher's sum of exponentials
         self.weights = self.values  # [T] dL / dvalue, set by who calls `write_gradient` during the forward pass
         self._held: tuple[slice | Tensor, Tensor] | None = None  # rows, and a HeadTeacher's logits of them
 
@@ -161,11 +161,10 @@ class DistributionTerm:
         sums = result.total.new_zeros(logits.shape[0], 3)
         for block in self._blocks(logits):
             sums[block] = self._sums(logits[block], rows, result, block)
-        sums = all_gather_stack(sums, self.tp_group).sum(0)
-        value, slope = sums[:, 0], sums[:, 1]
+        gathered = all_gather_stack(sums, self.tp_group)
+        value, slope, _ = gathered.sum(0).unbind(-1)
         if self._has_tail:
-            # Where all of the tail is below the smallest number, its columns have gradient 0.
-            self._numbers[rows] = sums[:, 2].clamp(min=torch.finfo(sums.dtype).tiny)
+            self._numbers[rows] = gathered[..., 2].logsumexp(0)
             tail = self._tail(rows)
             value, slope = value + tail.value, slope + tail.slope
         if isinstance(self.teacher, TopKTeacher):  # on CUDA nobody has read the ids
@@ -210,12 +209,11 @@ class DistributionTerm:
         places, log_q = self._places(part)
         of_ids = log_p.gather(1, places.clamp(max=log_p.shape[1] - 1))
         of_ids = self.divergence(of_ids, log_q).slope - of_ids.exp() * slopes
-        factors = -slopes
-        if self._has_tail:
-            factors = factors + (self._tail(part).slope / self._numbers[part])[:, None]
+        gradient = log_p.exp() * -slopes
+        if self._has_tail:  # of the ids it may be infinite, but they get their own
+            gradient += (log_p - self._numbers[part][:, None]).exp_().mul_(self._tail(part).slope[:, None])
         # One column more gets what belongs to another rank's ids.
-        gradient = torch.nn.functional.pad(log_p.exp_().mul_(factors), (0, 1))
-        return gradient.scatter_(1, places, of_ids)[:, :-1]
+        return torch.nn.functional.pad(gradient, (0, 1)).scatter_(1, places, of_ids)[:, :-1]
 
     def _sums(self, logits: Tensor, rows: slice | Tensor, result: RowResult, block: slice) -> Tensor:  # [n, 3] of this shard
         log_p = self._log_p(logits, result, block)
@@ -226,8 +224,8 @@ class DistributionTerm:
         is_here = places < log_p.shape[1]
         found = self.divergence(log_p.gather(1, places.clamp(max=log_p.shape[1] - 1)), log_q)
         value, slope = (torch.where(is_here, part, 0.0).sum(-1) for part in found)
-        tail = torch.nn.functional.pad(log_p.exp_(), (0, 1)).scatter_(1, places, 0.0)
-        return torch.stack([value, slope, tail.sum(-1)], -1)
+        tail = torch.nn.functional.pad(log_p, (0, 1), value=-torch.inf).scatter_(1, places, -torch.inf)
+        return torch.stack([value, slope, tail.logsumexp(-1)], -1)
 
     @property
     def _has_tail(self) -> bool:
@@ -236,7 +234,7 @@ class DistributionTerm:
     def _tail(self, rows: slice | Tensor) -> BucketValues:  # [n] each
         _, log_q = self._pairs(rows)
         mass = 1.0 - log_q.double().exp().sum(-1)
-        return self.divergence(self._numbers[rows].log(), mass.clamp(min=TAIL_FLOOR).log().to(self.values.dtype))
+        return self.divergence(self._numbers[rows], mass.clamp(min=TAIL_FLOOR).log().to(self.values.dtype))
 
     def _pairs(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:  # ids and log q [n, K]
         assert isinstance(self.teacher, TopKTeacher)
@@ -266,7 +264,7 @@ class DistributionTerm:
             assert isinstance(self.teacher, HeadTeacher)
             if self._held is None or self._held[0] is not rows:
                 self._held = None  # one chunk at a time
-                self._held = rows, torch.nn.functional.linear(self.teacher.hidden[rows], self.teacher.weight)
+                self._held = rows, teacher_product(self.teacher.hidden[rows].detach(), self.teacher.weight.detach())
             logits = self._held[1][block]
         return logits[:, : self.shard.num_columns].to(self.values.dtype) * self.inverse_teacher_temperature
 
@@ -281,6 +279,11 @@ class DistributionTerm:
         if isinstance(rows, slice):
             return slice(rows.start + block.start, rows.start + block.stop)
         return rows[block]
+
+
+def teacher_product(hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H_q], [V_tp, H_q] -> [n, V_tp]
+    """In their own dtype: torch.autocast casts no product with an `out`."""
+    return torch.mm(hidden, weight.t(), out=weight.new_empty(hidden.shape[0], weight.shape[0]))
 
 
 class DistilledLogProbs(torch.autograd.Function):
@@ -303,13 +306,15 @@ class DistilledLogProbs(torch.autograd.Function):
         term.score(logits, slice(0, logits.shape[0]), result)
         ctx.shard, ctx.inplace, ctx.kernels, ctx.term = shard, inplace, kernels, term
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, labels, loss_mask, result.maximum, result.total, result.entropy)
-        return result.log_probs, result.entropy, term.values
+        # The teacher's too, so that autograd raises where they were written to.
+        of_teacher = [getattr(term.teacher, field.name) for field in fields(term.teacher)]
+        ctx.save_for_backward(logits, labels, loss_mask, result.maximum, result.total, result.entropy, *of_teacher)
+        return result.log_probs, result.entropy, term.values.clone()  # the term, which ctx holds, must not hold the graph
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, c: Tensor | None, e: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
+        logits, labels, loss_mask, maximum, total, entropy, *_ = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else gradient_like(logits)
         result = RowResult(maximum, total, total, entropy)
         ctx.term.write_gradient(ctx.kernels, logits, labels, loss_mask, slice(0, len(labels)), result, c, e, d, out=gradient)

@@ -23,7 +23,7 @@ from megatron_rl.ops.backends import (
     log_probs_dtype,
     runs_eagerly,
 )
-from megatron_rl.ops.distribution import DistilledLogProbs, DistributionTerm, check_teacher
+from megatron_rl.ops.distribution import DistilledLogProbs, DistributionTerm, HeadTeacher, check_teacher
 from megatron_rl.ops.log_probs import row_kernels
 from megatron_rl.ops.scale import AssumedScale, Assumption, check_actual_scale, check_declared_scale
 from megatron_rl.ops.support import SupportLogProbs, check_support
@@ -106,6 +106,8 @@ def policy_loss(
         support = batch.sampling_support
         if support is not None:
             check_support(support, labels, batch.loss_mask, shard, batch.cu_seqlens)
+        if isinstance(batch.teacher, HeadTeacher):
+            raise ConfigError("a HeadTeacher is for linear_policy_loss: multiply its hidden states, and pass a LogitsTeacher")
         if batch.teacher is not None:
             check_teacher(batch.teacher, logits.shape, shard.vocab_size, batch.loss_mask)
         declared = None if isinstance(options.loss_scale, AssumedScale) else options.loss_scale
@@ -273,7 +275,7 @@ def known_before_rows(loss: PolicyLoss, batch: LossBatch, options: LossOptions, 
         counts = document_sums(batch.loss_mask, batch.cu_seqlens)
         batch = replace(batch, token_counts=all_reduce_sum(counts, options.cp_group))
     if batch.old_log_probs is not None:
-        batch = taught(batch, options, batch.old_log_probs)
+        batch = taught(batch, options, batch.old_log_probs.to(dtype))
     settings = options.correction
     if settings is None or batch.old_log_probs is None or settings.sequence_delta is not None:
         return batch

@@ -38,8 +38,8 @@ def importance_correction(
         rollout_log_probs: of the engine that sampled, in nats.
         cu_seqlens: bounds of this rank's slices of the samples.
         log_probs, advantages: of the policy in training, and the advantage of each token; only sequence_delta needs them.
-    Returns: the correction, and this rank's share of metrics.CORRECTION_STATISTICS, [K] float64: metrics.CORRECTION_METRICS are
-        made from its sum over micro-batches and ranks.
+    Returns: the correction, and this rank's share of the statistics of metrics.further.CORRECTION_METRICS, [K] float64, which
+        are made from its sum over micro-batches and ranks.
     Communication: one all-reduce of [N, k <= 3] over cp; none at size 1.
     Raises: ConfigError for settings that do not fit; DataError for wrong shapes and dtypes and, on the CPU, for bounds that are
         none and for unmasked values that are not finite.
@@ -65,7 +65,7 @@ def importance_correction(
     shared = {"old_log_probs": old, "rollout_log_probs": rollout, "loss_mask": batch.loss_mask}
     sums = sums_of_samples(settings, log_probs=trained, cu_seqlens=cu_seqlens, cp_group=cp_group, **shared)
     correction = correct(settings, advantages=advantages, sums=sums, documents=not_none(batch.documents), **shared)
-    return correction, token_statistics(correction, loss_mask=batch.loss_mask, counts=batch.spread(sums["counts"]))
+    return correction, token_statistics("correction", correction, loss_mask=batch.loss_mask, counts=batch.spread(sums["counts"]))
 
 
 @torch.no_grad()

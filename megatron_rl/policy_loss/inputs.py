@@ -145,6 +145,8 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
             "megatron_rl.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
         )
     if options.distillation is not None:
+        if not isinstance(options.distillation, DistillationSettings):
+            raise ConfigError(f"distillation={options.distillation!r} must be a DistillationSettings")
         if problems := list(options.distillation.problems()):
             raise ConfigError(problems)
         if (batch.teacher is None) == (batch.teacher_log_probs is None):
@@ -152,6 +154,8 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
         if options.distillation.teacher_temperature != 1.0 and (batch.teacher is None or isinstance(batch.teacher, TopKTeacher)):
             temperature = options.distillation.teacher_temperature
             raise ConfigError(f"teacher_temperature={temperature} has no effect on a teacher's log-probabilities: leave it out")
+        if batch.teacher is None and options.distillation.divergence != "reverse_kl":
+            raise ConfigError(f"teacher_log_probs give reverse_kl, not {options.distillation.divergence}: leave divergence out")
         if batch.sampling_support is not None:
             raise ConfigError("distillation compares over the whole vocabulary, and sampling_support keeps a part: leave one out")
     elif batch.teacher is not None or batch.teacher_log_probs is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import LossValues, PolicyLoss, bounded_exp, evaluate
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
+from megatron_rl.losses.corrections import Correction
 from megatron_rl.losses.kl import kl_estimate
 from megatron_rl.metrics.further import DistillationValues, SupportValues, token_statistics
 from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
@@ -175,16 +177,18 @@ def metrics_of(
         is_sequence_level=is_sequence,
         cp_rank=options.cp_group.rank(),
     )
+    given: dict[str, Correction | SupportValues | DistillationValues] = {}
     if batch.correction is not None:
-        statistics = replace(statistics, correction=token_statistics(batch.correction, loss_mask=batch.loss_mask, counts=counts))
+        given["correction"] = batch.correction
     if batch.sampling_support is not None:
-        set_values = SupportValues(log_probs, batch.sampling_support.sizes)
-        statistics = replace(statistics, support=token_statistics(set_values, loss_mask=batch.loss_mask, counts=counts))
+        given["support"] = SupportValues(log_probs, batch.sampling_support.sizes)
     if batch.divergences is not None:
-        mass = torch.ones_like(batch.divergences) if not isinstance(batch.teacher, TopKTeacher) else batch.teacher.mass
-        given = DistillationValues(batch.divergences, mass)
-        statistics = replace(statistics, distillation=token_statistics(given, loss_mask=batch.loss_mask, counts=counts))
-    return statistics
+        mass = batch.teacher.mass if isinstance(batch.teacher, TopKTeacher) else torch.ones_like(batch.divergences)
+        given["distillation"] = DistillationValues(batch.divergences, mass)
+    found: dict[str, Any] = {
+        name: token_statistics(name, values_of, loss_mask=batch.loss_mask, counts=counts) for name, values_of in given.items()
+    }
+    return replace(statistics, **found)
 
 
 def _sum_documents(

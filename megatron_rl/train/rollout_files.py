@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Distillation
+from megatron_rl.config import FIELDS_OF_TEACHER, Distillation
 from megatron_rl.errors import DataError
 from megatron_rl.files.json_values import finished_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -149,7 +149,7 @@ def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterato
         for name in GIVEN_FOR_ALL:
             if len({getattr(sample, name) is None for sample in samples}) > 1:
                 raise _wrong(place, name, "null in some samples and not in others: give it for all, or for none")
-        for name in Distillation.TOPK.sample_fields:
+        for name in FIELDS_OF_TEACHER[Distillation.TOPK]:
             sizes |= {rows.shape[1:] for sample in samples if (rows := getattr(sample, name)) is not None}
             if len(sizes) > 1:
                 raise _wrong(
