@@ -1,4 +1,4 @@
-"""Draws whole steps for tests/test_generated_steps.py: what is computed, how it is split over ranks, by which door, and the truth.
+"""Draws whole steps for tests/test_generated_steps.py: what is computed, how it is split over ranks, by which entry, and the truth.
 
 Names come from the registries. A loss has decks of its own, each a shuffled repetition of an axis: it meets each value of an axis
 about equally often, and another loss in the registry changes no case of it. GENERATED_STEPS=200 draws so many steps of each loss.
@@ -118,34 +118,34 @@ FLOAT64, FLOAT32, BFLOAT16 = torch.float64, torch.float32, torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Door:
+class Entry:
     """How the loss is called: from logits, hidden states or log-probabilities; by which kernels, in which precision."""
 
     head: str
     backend: str
     dtype: torch.dtype
-    option: str = ""  # what the door has besides
+    option: str = ""  # what the entry has besides
 
     def __str__(self) -> str:
         return " ".join(filter(None, [self.head, self.backend, str(self.dtype).removeprefix("torch."), self.option]))
 
 
-DOORS = [
-    Door("logits", "torch", FLOAT64),
-    Door("logits", "torch", FLOAT64, "in place"),
-    Door("logits", "torch", FLOAT32, "announced factor"),
-    Door("logits", "torch", BFLOAT16),
-    Door("logits", "triton", FLOAT32),
-    Door("logits", "triton", BFLOAT16, "in place"),
-    Door("logits", "triton", FLOAT32, "announced factor"),
-    Door("hidden", "torch", FLOAT64, "small chunks"),
-    Door("hidden", "torch", FLOAT64, "one chunk"),
-    Door("hidden", "torch", FLOAT64, "sequence parallel"),
-    Door("hidden", "torch", FLOAT32, "announced factor"),
-    Door("hidden", "triton", FLOAT32, "small chunks"),
-    Door("hidden", "triton", FLOAT32, "one chunk"),
-    Door("log_probs", "torch", FLOAT64),
-    Door("log_probs", "triton", FLOAT32),
+ENTRIES = [
+    Entry("logits", "torch", FLOAT64),
+    Entry("logits", "torch", FLOAT64, "in place"),
+    Entry("logits", "torch", FLOAT32, "declared factor"),
+    Entry("logits", "torch", BFLOAT16),
+    Entry("logits", "triton", FLOAT32),
+    Entry("logits", "triton", BFLOAT16, "in place"),
+    Entry("logits", "triton", FLOAT32, "declared factor"),
+    Entry("hidden", "torch", FLOAT64, "small chunks"),
+    Entry("hidden", "torch", FLOAT64, "one chunk"),
+    Entry("hidden", "torch", FLOAT64, "sequence parallel"),
+    Entry("hidden", "torch", FLOAT32, "declared factor"),
+    Entry("hidden", "triton", FLOAT32, "small chunks"),
+    Entry("hidden", "triton", FLOAT32, "one chunk"),
+    Entry("log_probs", "torch", FLOAT64),
+    Entry("log_probs", "triton", FLOAT32),
 ]
 CORRECTIONS_AND_LEVELS = [
     *((name, level) for name in CORRECTIONS.names() for level in map(str, CORRECTIONS[name].bounds)),
@@ -161,7 +161,7 @@ class Case:
     number: int  # of the loss
     shape: str
     split: Split
-    door: Door
+    entry: Entry
     settings: DenseSettings
     per: str  # what advantages are given for: "sample" or "token"
     has_importance: bool
@@ -195,7 +195,7 @@ class Case:
             terms += [f"rollouts: {self.rollouts}"]
         if self.teacher != "none":
             terms += [f"teacher: {self.teacher}, {self.divergence}"]
-        return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.door}"
+        return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.entry}"
 
 
 class Decks:
@@ -247,7 +247,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
         number=number,
         shape=decks.draw("shape", [*SHAPES, *USUAL_SHAPES]),
         split=decks.draw("split", SPLITS),
-        door=decks.draw("door", DOORS),
+        entry=decks.draw("entry", ENTRIES),
         settings=settings,
         per=decks.draw("per", ["sample", "token"]),
         has_importance=decks.draw("importance", [False, True]),
@@ -262,22 +262,22 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
 
 
 def possible(case: Case) -> Case:
-    """The case without what its loss or its door refuses; other tests see the refusals."""
-    loss, settings, split, door = get_policy_loss(case.loss), case.settings, case.split, case.door
+    """The case without what its loss or its entry refuses; other tests see the refusals."""
+    loss, settings, split, entry = get_policy_loss(case.loss), case.settings, case.split, case.entry
     if loss.anchor == "rollout":
         settings = replace(settings, correction="none", level="token", bounds=(None, None))
     if SHAPES[case.shape].is_rejected and loss.anchor == "old":
         settings = replace(settings, correction="mask", level="token", bounds=(0.9, 1.1))
     metrics = case.metrics
-    if door.head == "log_probs":
+    if entry.head == "log_probs":
         settings = replace(settings, temperature=1.0, entropy_coefficient=0.0)
         metrics = "basic" if metrics == "with_entropy" else metrics
         split = replace(split, tp=1)
-    if door.option == "sequence parallel" and split.tp == 1:
+    if entry.option == "sequence parallel" and split.tp == 1:
         split = replace(split, tp=2)
-    if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
+    if entry.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
         split = replace(split, microbatches=1, contexts=split.contexts[:1])
-    kept = "all" if door.head == "log_probs" else case.kept
+    kept = "all" if entry.head == "log_probs" else case.kept
     return replace(case, settings=settings, split=split, metrics=metrics, kept=kept)
 
 
@@ -293,7 +293,7 @@ BETA = 0.3  # of jsd
 
 def taught(case: Case, decks: Decks) -> Case:
     """Kept ids have no teacher, and a sequence-level loss has one advantage a sample."""
-    teacher, divergence = decks.draw(case.door.head, TEACHERS[case.door.head]), decks.draw("divergence", [*DIVERGENCES])
+    teacher, divergence = decks.draw(case.entry.head, TEACHERS[case.entry.head]), decks.draw("divergence", [*DIVERGENCES])
     is_possible = case.kept == "all" and not (teacher == "sampled" and get_policy_loss(case.loss).level == "sequence")
     return replace(
         case, teacher=teacher if is_possible else "none", divergence="reverse_kl" if teacher == "sampled" else divergence
@@ -498,9 +498,9 @@ def step_of(case: Case) -> Step:
     size = sum(shape.lengths)
     hidden = torch.randn(size, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
     weight = 0.6 * torch.randn(shape.vocabulary, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
-    # What a door in a low precision is given is what the oracle is given.
-    hidden, weight = (x.to(case.door.dtype).double() for x in (hidden, weight))
-    logits = (hidden @ weight.T).to(case.door.dtype).double()
+    # What a entry in a low precision is given is what the oracle is given.
+    hidden, weight = (x.to(case.entry.dtype).double() for x in (hidden, weight))
+    logits = (hidden @ weight.T).to(case.entry.dtype).double()
     log_softmax = torch.log_softmax(logits / case.settings.temperature, -1)
     teacher = torch.Generator().manual_seed(random.Random(f"{case.loss} {case.number} teacher").randrange(2**31))
     teacher_hidden = torch.randn(size, 3, generator=teacher, dtype=torch.float64)

@@ -178,8 +178,8 @@ PARAMETERS = {
 }
 
 
-def without_needless_clip(front_door, name: str, *arguments, **options):
-    """The front door's loss of that name, with the numbers of PARAMETERS. The tables have one clip for all losses, and a loss
+def without_needless_clip(public_function, name: str, *arguments, **options):
+    """The front entry's loss of that name, with the numbers of PARAMETERS. The tables have one clip for all losses, and a loss
     without a clip refuses it. They have one anchor, the old log-probabilities: a loss that compares with the sampler gets them as
     the sampler's, and as the old ones numbers that it must not read."""
     loss = get_policy_loss(name)
@@ -191,7 +191,7 @@ def without_needless_clip(front_door, name: str, *arguments, **options):
         at = 1 + next(i for i, x in enumerate(arguments) if isinstance(x, Tensor) and x.dtype == torch.int64)  # after the labels
         options |= {"rollout_log_probs": arguments[at]}
         arguments = (*arguments[:at], None, *arguments[at + 1 :])
-    return front_door(name, *arguments, **options)
+    return public_function(name, *arguments, **options)
 
 
 def with_gradient(function, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,9 +82,9 @@ class FusedHead(LossBackend):
             return linear_policy_loss if part is policy_loss else part
 
         weight = torch.eye(leaf.shape[1], dtype=self.dtype, requires_grad=True)
-        front_door = functools.partial(*map(through_head, (loss.func, *loss.args)))
+        public_function = functools.partial(*map(through_head, (loss.func, *loss.args)))
         budget = 4 * leaf.shape[1] * leaf.element_size()  # a row is for moving others
-        return front_door(leaf, weight, *batch.arguments(), backend="torch", max_logits_bytes=budget, **options), weight
+        return public_function(leaf, weight, *batch.arguments(), backend="torch", max_logits_bytes=budget, **options), weight
 
     def check(self, weight: Tensor, leaf: Tensor) -> None:
         """The weight's gradient is the product of that by logits with the rows that have one: 0 x NaN is in none."""

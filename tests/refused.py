@@ -150,7 +150,7 @@ def bounds(*numbers: float) -> Tensor:
 
 
 KEPT = SamplingSupport.from_lists([[0, 2]] * 5)
-# Door -> what is wrong in the call: what would train on a wrong scale or be dropped. torch raises of the rest.
+# Entry -> what is wrong in the call: what would train on a wrong scale or be dropped. torch raises of the rest.
 REFUSED: dict[Callable, list[dict]] = {
     weights_of_a_step: [
         {"aggregation": "prompt_mean", "prompt_token_counts": None},
@@ -509,22 +509,22 @@ def shown(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{numbers}{' on meta' * value.is_meta}"
 
 
-def message_of(door: Callable, changes: dict) -> tuple[str, str]:
+def message_of(entry: Callable, changes: dict) -> tuple[str, str]:
     """(name of the error, what it says)."""
     try:
-        door(**changes)
+        entry(**changes)
     except (ConfigError, DataError) as error:
         return type(error).__name__, str(error)
-    raise AssertionError(f"{door.__name__} takes {changes}")
+    raise AssertionError(f"{entry.__name__} takes {changes}")
 
 
 def entries() -> Iterator[tuple[str, str, str]]:
     """(title, the call or the launch, what is said)."""
     with names_forgotten():
-        for door, rows in REFUSED.items():
+        for entry, rows in REFUSED.items():
             for changes in rows:
-                kind, text = message_of(door, changes)
-                yield door.__name__, ", ".join(f"{name}={shown(value)}" for name, value in changes.items()), f"{kind}: {text}"
+                kind, text = message_of(entry, changes)
+                yield entry.__name__, ", ".join(f"{name}={shown(value)}" for name, value in changes.items()), f"{kind}: {text}"
     judged = [(f"rule {rule}", judge(rule, row), row) for rule, rows in REFUSED_BY_RULES.items() for row in rows]
     judged += [
         (f"rule {rule} of miles and slime", refused_hosts.judge_launch(rule, row), row)

@@ -138,7 +138,7 @@ SKYRLS_SAPO = {"sapo_temperature_positive": 1.0, "sapo_temperature_negative": 1.
 TOP_P, PENALTY, COMPARED = {"kept": "top_p=0.8"}, {"changed": "repetition_penalty=1.1"}, {"compared": "importance_correction=tis"}
 OF_KEPT, OF_WHOLE = TOP_P | {"mode": "processed_logprobs"}, TOP_P | {"mode": "raw_logprobs"}
 SETS, MIXED, FILTERED = {"replayed": "replay=true"}, {"mixers": "kl_estimator=unbiased"}, {"recomputes": True}
-# Door -> what is wrong in the launch.
+# Entry -> what is wrong in the launch.
 REFUSED: dict[Callable, list[dict[str, Any]]] = {
     launch_in_verl: [
         {MODE: "megatron_rl.grpo.token_maen"},

@@ -44,7 +44,7 @@ from megatron_rl.ops.backends import resolve_backend, vocab_shard
 from megatron_rl.ops.log_probs import row_kernels
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import api
-from megatron_rl.policy_loss import policy_loss as front_door
+from megatron_rl.policy_loss import policy_loss as public_function
 
 NOT_HERE = 3
 WARP = 32
@@ -424,7 +424,7 @@ def on_policy(function):
 
 
 def one_read(function, *, dtype: str = "bf16", columns: int = COLUMNS, loss_scale: AssumedScale | float = 2.0, **options) -> None:
-    """The loss's forward where its factor is announced or assumed, on logits that get their gradient in place."""
+    """The loss's forward where its factor is declared or assumed, on logits that get their gradient in place."""
     logits = large(dtype, columns=columns).requires_grad_()
     # A torch without CUDA builds no graph of tensors there.
     without_graph = mock.patch.object(api._WithLogitsGradient, "apply", lambda logits, result, *others: result.loss)
@@ -488,7 +488,7 @@ def make_launches() -> dict[str, Callable[[], None]]:
     }
     for name in TRITON_LOSSES:
         options = {"has_sampler": get_policy_loss(name).anchor == "rollout"}
-        launches[name] = functools.partial(policy_loss, functools.partial(front_door, name), **options)
+        launches[name] = functools.partial(policy_loss, functools.partial(public_function, name), **options)
     for name in KL_ESTIMATORS.names():
         launches[f"grpo, KL {name}"] = functools.partial(policy_loss, grpo_loss, everything=True, kl_estimator=name)
     return launches

@@ -138,7 +138,7 @@ def compiling(monkeypatch):
 WEIGHT, HIDDEN = (
     torch.randn(rows, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rows), dtype=torch.float64) for rows in (7, 8)
 )
-# Each front door as a function of one leaf: logits [T, V] or hidden states [T, H].
+# Each front entry as a function of one leaf: logits [T, V] or hidden states [T, H].
 FRONT_DOORS = {
     "a loss of logits": (BATCH.logits, lambda leaf: megatron_rl.gspo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
     "a loss of hidden states": (HIDDEN, lambda leaf: megatron_rl.linear_grpo_loss(leaf, WEIGHT, *BATCH.arguments(), **GROUPS).loss),

@@ -1,4 +1,4 @@
-"""Generated steps against the dense oracle: loss, gradient, metrics and log-probabilities, whatever the split and the door.
+"""Generated steps against the dense oracle: loss, gradient, metrics and log-probabilities, whatever the split and the entry.
 
 Ranks are threads here (simulated_ranks.py). tests/test_layouts.py has real ranks and models of Megatron-Core.
 STEPS=FOLDER compares the bits of each step with those that an earlier run has left there, and leaves what is not there: for a
@@ -130,7 +130,7 @@ class Microbatch:
 
     def teacher(self) -> dict:
         """Masked rows have ids that no vocabulary has, and NaN."""
-        kind, teacher, dtype = self.case.teacher, self.step.teacher, self.case.door.dtype
+        kind, teacher, dtype = self.case.teacher, self.step.teacher, self.case.entry.dtype
         if kind == "sampled":
             return {"teacher_log_probs": self.vector("teacher")}
         if kind in ("top 3", "all ids"):
@@ -179,7 +179,7 @@ class Microbatch:
             "tp_group": self.groups.tp,
             "cp_group": self.groups.cp,
             "metrics": case.metrics,
-            "backend": case.door.backend,
+            "backend": case.entry.backend,
             "advantages_per": case.per,
             "kl_coefficient": settings.kl_coefficient,
             "kl_estimator": settings.kl_estimator,
@@ -200,7 +200,7 @@ class Microbatch:
             options["sampling_support"] = self.support()
         if case.teacher != "none":
             options |= {"distillation": distillation_of(case)} | self.teacher()
-        if case.door.head != "log_probs":
+        if case.entry.head != "log_probs":
             options |= {"temperature": settings.temperature, "vocab_size": self.step.weight.shape[0]}
         return options
 
@@ -290,7 +290,7 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: P
     for own, chosen, samples in parts if is_last_stage else ():
         batch = Microbatch(case, step, chosen, samples, own, totals)
         begins = num_calls(own.cp, own.tp)
-        output, leaves = through_the_door(batch, width, factor)
+        output, leaves = through_the_entry(batch, width, factor)
         check_collectives(batch, begins)
         ends = num_calls(own.cp, own.tp)
         loss = output.loss
@@ -329,10 +329,10 @@ def check_collectives(batch: Microbatch, begins: list[int]) -> None:
         [call for call in (group.calls[first:] if group.size() > 1 else []) if call[1] != (MESSAGE_BYTES,)]
         for group, first in zip((batch.groups.cp, batch.groups.tp), begins, strict=True)
     )
-    if case.door.head == "hidden":  # one a bin of documents, and a gather of [rows, 3 or 4] a chunk, with one reduction of dX
+    if case.entry.head == "hidden":  # one a bin of documents, and a gather of [rows, 3 or 4] a chunk, with one reduction of dX
         assert all(shape[0] == size and math.prod(shape[1:]) <= 7 for _, shape in over_cp), over_cp
         kinds = [kind for kind, _ in over_tp]
-        is_parallel = case.door.option == "sequence parallel"
+        is_parallel = case.entry.option == "sequence parallel"
         assert kinds.count("reduce_scatter") == is_parallel and kinds.count("all_reduce") <= len(kinds) // 2 * (not is_parallel)
         return
     correction, reads_means = CorrectionSettings.of(config_of(case)), "mean_log_ratio" in get_policy_loss(case.loss).needs
@@ -371,34 +371,34 @@ def without_weight(step: Step, number: int) -> SimpleNamespace:
     return SimpleNamespace(token_weight=0.7, regularizer_weight=0.3)
 
 
-def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[PolicyLossOutput, dict[str, Tensor]]:
+def through_the_entry(batch: Microbatch, width: int, factor: float) -> tuple[PolicyLossOutput, dict[str, Tensor]]:
     case, step, options = batch.case, batch.step, batch.options()
-    door, tp = case.door, batch.groups.tp
+    entry, tp = case.entry, batch.groups.tp
     first = tp.rank() * width
-    if door.option == "announced factor":
+    if entry.option == "declared factor":
         options["loss_scale"] = factor
-    if door.head == "log_probs":
+    if entry.head == "log_probs":
         log_softmax = torch.log_softmax(step.logits, -1)[batch.rows]
         labels = batch.arguments()[0].cpu()
         taken = log_softmax.gather(1, labels[: len(batch.own), None].clamp(min=0))[:, 0]
-        leaf = batch.padded(torch.where(batch.is_live, taken, math.nan), math.nan).to(KERNEL_DEVICE, door.dtype).requires_grad_()
+        leaf = batch.padded(torch.where(batch.is_live, taken, math.nan), math.nan).to(KERNEL_DEVICE, entry.dtype).requires_grad_()
         options.pop("regularizer_weights") if not case.settings.kl_coefficient else None
         return loss_of_log_probs(case.loss, leaf, *batch.arguments()[1:], **options), {"log_probs": leaf}
-    if door.head == "logits":
+    if entry.head == "logits":
         padding = torch.full((step.logits.shape[0], width * tp.size() - step.logits.shape[1]), 7.0, dtype=torch.float64)
         shard = torch.cat([step.logits, padding], 1)[:, first : first + width]
-        leaf = batch.rows_of(shard).to(KERNEL_DEVICE, door.dtype).requires_grad_()
-        logits = leaf * 1 if door.option == "in place" else leaf
-        output = policy_loss(case.loss, logits, *batch.arguments(), inplace=door.option == "in place", **options)
+        leaf = batch.rows_of(shard).to(KERNEL_DEVICE, entry.dtype).requires_grad_()
+        logits = leaf * 1 if entry.option == "in place" else leaf
+        output = policy_loss(case.loss, logits, *batch.arguments(), inplace=entry.option == "in place", **options)
         return output, {"logits": leaf}
     padding = torch.full((width * tp.size() - step.weight.shape[0], step.weight.shape[1]), 0.3, dtype=torch.float64)
-    weight = torch.cat([step.weight, padding])[first : first + width].to(KERNEL_DEVICE, door.dtype).requires_grad_()
-    hidden = batch.rows_of(step.hidden).to(KERNEL_DEVICE, door.dtype)
-    is_parallel = door.option == "sequence parallel"
+    weight = torch.cat([step.weight, padding])[first : first + width].to(KERNEL_DEVICE, entry.dtype).requires_grad_()
+    hidden = batch.rows_of(step.hidden).to(KERNEL_DEVICE, entry.dtype)
+    is_parallel = entry.option == "sequence parallel"
     if is_parallel:
         hidden = hidden.chunk(tp.size())[tp.rank()]
     hidden = hidden.clone().requires_grad_()
-    num_rows = 1000 if door.option == "one chunk" else 3
+    num_rows = 1000 if entry.option == "one chunk" else 3
     head = {
         "max_logits_bytes": (num_rows + -(-num_rows // 32)) * width * weight.element_size(),  # a row in 33 is for moving others
         "sequence_parallel": is_parallel,
@@ -416,7 +416,7 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
     with torch.no_grad():
         mask = batch.padded(batch.is_live, False)
         alone = linear_log_probs(hidden, weight, batch.arguments()[0], loss_mask=mask, **shared)
-    torch.testing.assert_close(alone, output.log_probs, rtol=0, atol=TOLERANCES[door.dtype].log_probs)
+    torch.testing.assert_close(alone, output.log_probs, rtol=0, atol=TOLERANCES[entry.dtype].log_probs)
     return output, {"hidden": hidden, "weight": weight}
 
 
@@ -425,7 +425,7 @@ def collect(
 ) -> None:
     """Adds a micro-batch to the answer, and checks what must be 0."""
     step, (first, last), size = batch.step, columns, batch.step.logits.shape[0]
-    is_double = batch.case.door.dtype == torch.float64
+    is_double = batch.case.entry.dtype == torch.float64
     assert output.loss.dtype == (torch.float64 if is_double else torch.float32), "numbers of 16 bits are float32 inside"
     assert output.num_nonfinite.dtype == torch.int32 and (output.metrics is None) == (batch.case.metrics == "none")
     assert output.num_nonfinite.tolist() == [0] * len(batch.samples)
@@ -463,7 +463,7 @@ def collect(
 
 
 def needs_triton(case: Case):
-    is_kernel = case.door.backend == "triton"
+    is_kernel = case.entry.backend == "triton"
     marks = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")] if is_kernel else []
     return pytest.param(case, id=str(case), marks=marks)
 
@@ -499,7 +499,7 @@ def test_a_step_is_that_of_the_dense_oracle(case):
         with pytest.raises(DataError, match="the columns of the last rank begin at .*, and none is real"):
             on_simulated_ranks(work, groups, others)
         return
-    with small_kernels() if case.door.backend == "triton" else contextlib.nullcontext():
+    with small_kernels() if case.entry.backend == "triton" else contextlib.nullcontext():
         answers = on_simulated_ranks(work, groups, others)
     check(case, step, answers, truth)
     if "STEPS" in os.environ:
@@ -520,7 +520,7 @@ def compare_bits(path: Path, answers: list[Answer]) -> None:
 
 
 def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> None:
-    tolerance = TOLERANCES[case.door.dtype]
+    tolerance = TOLERANCES[case.entry.dtype]
     is_empty = sum(answer.num_tokens for answer in answers) == 0
     assert is_empty == (not any(any(sample.mask) for sample in step.samples)), "a step without a token has no weights"
     on_last_stage = answers[-len(answers) // case.split.pp :]
@@ -538,7 +538,7 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
     assert all(set(answer.parts) == set(wanted) for answer in of_first_tp), "what is off is None"
     assert_near(sum(answer.log_probs for answer in of_first_tp), truth.log_probs, tolerance.log_probs, "log_probs", 1.0)
     gradients = {"logits": truth.gradient, "hidden": truth.gradient @ step.weight, "weight": truth.gradient.T @ step.hidden}
-    names = ("hidden", "weight") if case.door.head == "hidden" else ("logits",)
+    names = ("hidden", "weight") if case.entry.head == "hidden" else ("logits",)
     for name in names:
         assert_near(gradient_of(on_last_stage, name, case), gradients[name], tolerance.gradient, f"gradient of {name}")
     if case.metrics == "none":
@@ -554,11 +554,11 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
 
 
 def test_the_steps_are_worth_their_time():
-    """Each loss meets each shape and kind of door, and each bound has ratios on both sides of it."""
+    """Each loss meets each shape and kind of entry, and each bound has ratios on both sides of it."""
     for name in policy_loss_names():
         of_loss = [case for case in CASES if case.loss == name]
         assert {case.shape for case in of_loss} == set(SHAPES), name
-        assert {case.door.head for case in of_loss} == {"logits", "hidden", "log_probs"}, name
+        assert {case.entry.head for case in of_loss} == {"logits", "hidden", "log_probs"}, name
         truths = [dense_step(step_of(case).samples, step_of(case).logits, case.settings) for case in of_loss]
         shares = [truth.metrics["clipped_ratio_fraction"] for truth in truths if truth.metrics]
         has_clip = get_policy_loss(name).clip_ratios is not None

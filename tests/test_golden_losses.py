@@ -34,7 +34,7 @@ OF_TOKENS = torch.tensor([0, 0, 1, 2, 2, 2])
 
 
 def coefficients(name: str, sign: float = 1.0, weights: Tensor | None = None, **options) -> list[float]:
-    """d loss / d log_probs of the six tokens through the front door: each row has two logits, the label's and the rest's."""
+    """d loss / d log_probs of the six tokens through the front entry: each row has two logits, the label's and the rest's."""
     parameters = {parameter.name for parameter in get_policy_loss(name).parameters}
     given = {key: options.pop(key) for key in list(options) if key in parameters}
     p = LOG_PROBS.exp()

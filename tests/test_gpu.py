@@ -90,13 +90,13 @@ def capturable_step(loss, options):
 
 @pytest.mark.parametrize("name", policy_loss_names())
 @pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
-@pytest.mark.parametrize("announced", ["nothing", "loss_scale", "loss_scale, one read", "assumed, one read"])
-def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace, announced, monkeypatch):
+@pytest.mark.parametrize("declared", ["nothing", "loss_scale", "loss_scale, one read", "assumed, one read"])
+def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace, declared, monkeypatch):
     """A graph holds launches and addresses and nothing that the host decided by looking: other logits give their own results."""
-    options = {"inplace": inplace, "metrics": "with_entropy"} | ({} if announced == "nothing" else {"loss_scale": 2.0})
-    if announced.endswith("one read"):  # 24 rows are else too few for one kernel
+    options = {"inplace": inplace, "metrics": "with_entropy"} | ({} if declared == "nothing" else {"loss_scale": 2.0})
+    if declared.endswith("one read"):  # 24 rows are else too few for one kernel
         monkeypatch.setattr(backends, "FEWEST_WAVES", 0)
-    if announced == "assumed, one read":  # the first call delivers what the others assume
+    if declared == "assumed, one read":  # the first call delivers what the others assume
         options["loss_scale"] = AssumedScale()
     leaf, step = capturable_step(functools.partial(without_needless_clip, policy_loss, name), options)
     side = torch.cuda.Stream()
@@ -292,7 +292,7 @@ def test_forward_synchronises_once_a_chunk_and_once_for_rows_it_cannot_know(name
         loss.backward()
 
 
-# main_grad and the announced factor
+# main_grad and the declared factor
 
 
 def megatron_parameter(case: HeadBatch, start: float = 0.5) -> torch.nn.Parameter:
@@ -365,7 +365,7 @@ def test_memory_is_the_budget_and_the_gradients(num_documents, kl_coefficient, i
     of_hidden, of_weight = 2 * case.hidden.numel(), 4 * case.weight.numel()
     # dX of a chunk before it is in its place, and a block of dW where no matmul adds to a float32 buffer; vectors of [T].
     beside = of_hidden + min(TEMPORARY_BYTES, of_weight) + 4 * 2**20
-    # Where it is announced there is no buffer; where it is not, the second is of bfloat16 and comes when the chunks are gone.
+    # Where it is declared there is no buffer; where it is not, the second is of bfloat16 and comes when the chunks are gone.
     model = limit + of_hidden + (0 if into_main_grad else of_weight)
     assert 0.5 * limit < extra <= model + beside, (extra / 2**20, model / 2**20)
     assert extra < 0.6 * 8192 * 32768 * 2

@@ -215,11 +215,11 @@ def ddp_hook(parameter) -> None:
 
 
 @pytest.mark.parametrize("rows", [SMALL, LARGE])
-@pytest.mark.parametrize("loss_scale", [None, 24.0, torch.tensor(24.0)], ids=["unknown", "announced", "announced as a tensor"])
+@pytest.mark.parametrize("loss_scale", [None, 24.0, torch.tensor(24.0)], ids=["unknown", "declared", "declared as a tensor"])
 @pytest.mark.parametrize("zero_out", [False, True], ids=["", "tied"])
 def test_main_grad_gets_what_the_plain_path_adds(rows, loss_scale, zero_out):
     """FB-85, FB-87: added to what is there, once, also where the hook adds the dummy; two micro-batches equal one of both. With an
-    announced factor it is there when forward ends: the buffer of the weight's size is what that saves."""
+    declared factor it is there when forward ends: the buffer of the weight's size is what that saves."""
     first, second = head_batch(seed=1).to(torch.float32), head_batch(seed=2).to(torch.float32)
     second = replace(second, weight=first.weight)
     parameter = megatron_parameter(first.weight, zero_out=zero_out)
@@ -364,7 +364,7 @@ def weight_gradient_of(kind, case, *, rows=1000, factor=1.0, main_grad=False, **
 @pytest.mark.parametrize(
     ("kind", "documents", "rows", "factor", "roundings"),
     [
-        pytest.param("gspo", 4, 48, None, 1, id="one product, an announced factor"),
+        pytest.param("gspo", 4, 48, None, 1, id="one product, an declared factor"),
         pytest.param("gspo", 4, 48, 8.0, 1, id="one product, a power of two in backward"),
         pytest.param("gspo", 4, 48, 24.0, 2, id="one product, another factor in backward"),
         pytest.param("grpo", 4, 12, 24.0, 1, id="row-by-row"),

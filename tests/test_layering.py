@@ -1,4 +1,4 @@
-"""The rooms of the package, their floors and rings, and the imports of each file, read from syntax trees."""
+"""The packages of megatron_rl, their layers and callers, and the imports of each file, read from syntax trees."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from conftest import ROOT
 from forked import forget, forked
 
-# From the ground up. A room is a folder of the package, or a file beside them. It imports rooms of lower floors, and itself; rooms
-# of one floor do not know each other. So the number of floors is the longest chain of imports between rooms. `__init__` is
-# megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
-FLOORS = (
+# From the ground up. A package is a folder of megatron_rl, or a file beside them. It imports packages of lower layers, and itself;
+# packages of one layer do not know each other. So the number of layers is the longest chain of imports between packages. `__init__`
+# is megatron_rl itself; benchmarks/ lies beside it, and the wheel does not hold it.
+LAYERS = (
     ("errors", "config"),
     ("files", "layout", "declare"),
     ("ops", "count"),
@@ -28,18 +28,18 @@ FLOORS = (
     ("hosts", "testing", "train"),
     ("commands", "benchmarks"),
 )
-MOST_FLOORS = 10
-# Files that a user types, each a door of a room: it only hands on what the room has.
-DOORS = {"__main__": "commands", "hooks": "hosts", "reducers": "hosts"}
-# The outer ring: rooms that a reader may ignore -> the rooms of the ring that it may import. Everything else is the core.
-RING_2 = {
+MOST_LAYERS = 10
+# Files that a user types, each an entry of a package: it only hands on what the package has.
+ENTRIES = {"__main__": "commands", "hooks": "hosts", "reducers": "hosts"}
+# The callers: packages that a reader may ignore -> those of them that each may import. Everything else is the core.
+CALLERS = {
     "hosts": (),
     "testing": (),
     "train": (),
     "commands": ("hosts", "testing", "train"),
     "benchmarks": ("hosts", "testing", "train"),
 }
-ROOMS_WITH_MEGATRON = ("megatron", "testing", "train")
+PACKAGES_WITH_MEGATRON = ("megatron", "testing", "train")
 FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/hosts.py", "benchmarks/peers.py")
 # The references that others are compared with: what they share with the package, they cannot find wrong.
 FILES_OF_TORCH_ALONE = ("testing/oracle.py",)
@@ -51,19 +51,19 @@ FILES_WITHOUT_TORCH = (
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
 
 
-def room_of(path: str) -> str:
+def package_of(path: str) -> str:
     name = path.split("/")[0].removesuffix(".py")
-    return DOORS.get(name, name)
+    return ENTRIES.get(name, name)
 
 
-def floor_of(room: str) -> int | None:
-    return next((number for number, rooms in enumerate(FLOORS, 1) if room in rooms), None)
+def layer_of(package: str) -> int | None:
+    return next((number for number, packages in enumerate(LAYERS, 1) if package in packages), None)
 
 
 @functools.cache  # a million nodes, which several tests ask for
 def imported_names(path: str, tree: ast.Module) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c."""
-    found, package = [], [*([] if room_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
+    found, package = [], [*([] if package_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
@@ -75,23 +75,23 @@ def imported_names(path: str, tree: ast.Module) -> list[tuple[int, str]]:
 
 
 def layering_faults(path: str, tree: ast.Module) -> list[str]:
-    own, faults = room_of(path), []
-    if floor_of(own) is None:
-        return [f"{path}: {own} has no place in FLOORS"]
+    own, faults = package_of(path), []
+    if layer_of(own) is None:
+        return [f"{path}: {own} has no place in LAYERS"]
     for line, name in imported_names(path, tree):
         first, *rest = name.split(".")
         if first == "benchmarks":
             first, rest = "megatron_rl", ["benchmarks"]
         if first == "megatron_rl":
-            target = room_of(rest[0]) if rest and floor_of(room_of(rest[0])) else "__init__"
-            if target in RING_2 and own not in RING_2:
-                faults.append(f"{path}:{line}: {own} is of the core and imports {name}, of the outer ring")
-            elif target in RING_2 and target != own and target not in RING_2[own]:
-                faults.append(f"{path}:{line}: {own} imports {name}: RING_2 does not say that it needs {target}")
-            elif target != own and floor_of(target) >= floor_of(own):
+            target = package_of(rest[0]) if rest and layer_of(package_of(rest[0])) else "__init__"
+            if target in CALLERS and own not in CALLERS:
+                faults.append(f"{path}:{line}: {own} is of the core and imports {name}, one of the callers")
+            elif target in CALLERS and target != own and target not in CALLERS[own]:
+                faults.append(f"{path}:{line}: {own} imports {name}: CALLERS does not say that it needs {target}")
+            elif target != own and layer_of(target) >= layer_of(own):
                 faults.append(f"{path}:{line}: {own} imports {name}, but {target} does not stand below it")
-        elif first == "megatron" and own not in ROOMS_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
-            faults.append(f"{path}:{line}: {name} belongs in {', '.join((*ROOMS_WITH_MEGATRON, *FILES_WITH_MEGATRON))}")
+        elif first == "megatron" and own not in PACKAGES_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
+            faults.append(f"{path}:{line}: {name} belongs in {', '.join((*PACKAGES_WITH_MEGATRON, *FILES_WITH_MEGATRON))}")
         elif first == "torch" and path in FILES_WITHOUT_TORCH:
             faults.append(f"{path}:{line}: {name} in a file that works without torch")
     return faults
@@ -105,14 +105,14 @@ FAULTS = [
     ("losses/grpo.py", "if TYPE_CHECKING:\n    import megatron_rl.weights", "not stand below"),
     ("losses/grpo.py", "from megatron.core import mpu", "belongs in"),
     ("config.py", "from torch import Tensor", "without torch"),
-    ("megatron/head.py", "from megatron_rl import hooks", "of the outer ring"),
-    ("train/loop.py", "from megatron_rl.hosts import args", "RING_2 does not say"),
-    ("utils.py", "", "no place in FLOORS"),
+    ("megatron/head.py", "from megatron_rl import hooks", "one of the callers"),
+    ("train/loop.py", "from megatron_rl.hosts import args", "CALLERS does not say"),
+    ("utils.py", "", "no place in LAYERS"),
 ]
 
 
-def test_rooms_import_only_rooms_of_lower_floors(package_trees, benchmark_trees):
-    """Catches a room that reaches up or across: a loss that reads flags, a kernel that knows Megatron, a core that needs a host."""
+def test_packages_import_only_those_of_lower_layers(package_trees, benchmark_trees):
+    """Catches what reaches up or across: a loss that reads flags, a kernel that knows Megatron, a core that needs a host."""
     assert package_trees and benchmark_trees, "no module was found: the test looks in the wrong place"
     faults = [fault for path, tree in (package_trees | benchmark_trees).items() for fault in layering_faults(path, tree)]
     assert not faults, "\n".join(faults)
@@ -127,11 +127,11 @@ def test_a_reference_imports_torch_alone(path, package_trees):
     assert packages - {*sys.stdlib_module_names} == {"torch"}
 
 
-def test_the_house_has_few_floors_and_each_room_is_there(package_trees, benchmark_trees):
-    assert len(FLOORS) <= MOST_FLOORS
-    rooms = [room for floor in FLOORS for room in floor]
-    assert sorted(rooms) == sorted({room_of(path) for path in (package_trees | benchmark_trees)})
-    assert set(RING_2) < set(rooms) and set(DOORS.values()) <= set(RING_2)
+def test_there_are_few_layers_and_each_package_is_there(package_trees, benchmark_trees):
+    assert len(LAYERS) <= MOST_LAYERS
+    packages = [package for layer in LAYERS for package in layer]
+    assert sorted(packages) == sorted({package_of(path) for path in (package_trees | benchmark_trees)})
+    assert set(CALLERS) < set(packages) and set(ENTRIES.values()) <= set(CALLERS)
 
 
 def test_no_file_of_the_package_imports_itself_through_others(package_trees):
@@ -179,7 +179,7 @@ class Trap:
 
 def test_importing_the_package_needs_torch_alone(package_trees):
     """FB-30: nothing below the seam looks for Megatron, Triton, Transformer Engine or apex: impostors raise."""
-    below = [path for path in package_trees if floor_of(room_of(path)) <= floor_of("__init__")]
+    below = [path for path in package_trees if layer_of(package_of(path)) <= layer_of("__init__")]
     modules = [path.removesuffix(".py").removesuffix("__init__") for path in below if not path.endswith("_triton.py")]
     names = [f"megatron_rl.{module.replace('/', '.')}".rstrip(".") for module in modules]
 

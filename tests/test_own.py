@@ -48,7 +48,7 @@ ROLLOUT = BATCH.old_log_probs + 0.1 * torch.sin(torch.arange(len(BATCH.labels), 
 ROLLOUT = torch.where(BATCH.loss_mask, ROLLOUT, math.nan)  # what is masked may be anything
 
 
-def front_door(name: str):
+def public_function(name: str):
     return functools.partial(policy_loss, name)
 
 
@@ -119,7 +119,7 @@ def test_a_loss_is_its_function(name, numbers, backend):
     """At each level, with what it needs and its parameters; its Triton version where it has one, kernels around it where not."""
     options = options_of(name, backend.to(ROLLOUT), **numbers)
     with counted_launches() as launches:
-        got = backend.run(front_door(name), BATCH, metrics="basic", **options)
+        got = backend.run(public_function(name), BATCH, metrics="basic", **options)
     assert_same(got, by_its_function(name, BATCH, **numbers), **backend.tolerance)
     assert ("loss_and_coefficients_kernel" in launches) == (backend is TRITON and get_policy_loss(name).triton is not None)
     low, high = OWN[name]
@@ -133,7 +133,7 @@ def test_beyond_the_bound_of_the_log_ratio_nothing_trains_whatever_a_derivative_
     first, second, *_ = BATCH.documents
     old = loop_log_probs(BATCH.logits, BATCH.labels)
     old[first], old[second] = old[first] - 25, old[second] + 25
-    _, gradient = backend.run(front_door(f"own_unbounded_{level}"), replace(BATCH, old_log_probs=old))
+    _, gradient = backend.run(public_function(f"own_unbounded_{level}"), replace(BATCH, old_log_probs=old))
     assert not gradient[[*first, *second]].any() and gradient.any()
 
 
@@ -172,8 +172,8 @@ def on_a_rank(rank: int):
     for name in OWN:
         over_cp = {"cp_group": dist.group.WORLD, "tp_group": SINGLE, "advantages_per": "sample"}
         over_tp = {"tp_group": dist.group.WORLD, "cp_group": SINGLE, "advantages_per": "sample"}
-        output, gradient = run_loss(front_door(name), part, **over_cp, **options_of(name, ROLLOUT[flat]))
-        sharded, columns = run_loss(front_door(name), shard, **over_tp, **options_of(name))
+        output, gradient = run_loss(public_function(name), part, **over_cp, **options_of(name, ROLLOUT[flat]))
+        sharded, columns = run_loss(public_function(name), shard, **over_tp, **options_of(name))
         found[name] = (output.loss.detach(), gradient, sharded.loss.detach(), columns)
     return flat, found
 
@@ -222,7 +222,7 @@ def test_an_own_estimator_by_dotted_path_trains(backend):
     batch = replace(BATCH, advantages=0 * BATCH.advantages)
     ref, weights = batch.old_log_probs + 0.4, batch.token_weights
     options = {"kl_coefficient": 0.5, "ref_log_probs": ref, "regularizer_weights": weights}
-    got = backend.run(front_door("grpo"), batch, kl_estimator="own_losses.jeffreys", **options, **CLIP)
+    got = backend.run(public_function("grpo"), batch, kl_estimator="own_losses.jeffreys", **options, **CLIP)
 
     def term(logits: Tensor) -> Tensor:
         d = loop_log_probs(logits, batch.labels) - ref

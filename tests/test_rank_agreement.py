@@ -191,19 +191,19 @@ def test_a_difference_between_ranks_is_the_same_named_error_on_both(entry, group
         assert (text == "") if expected is None else re.search(expected, text), text
 
 
-DOORS = {loss_of_logits: "cp", loss_of_hidden: "tp", log_probs_of_hidden: "tp", log_probs_of_logits: "tp"}
+ENTRIES = {loss_of_logits: "cp", loss_of_hidden: "tp", log_probs_of_hidden: "tp", log_probs_of_logits: "tp"}
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
-def test_what_one_rank_refuses_is_told_on_both(door):
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
+def test_what_one_rank_refuses_is_told_on_both(entry):
     """Each row of refused.py. A check outside the comparison would leave the other rank in a collective."""
-    for changes in REFUSED[door]:
+    for changes in REFUSED[entry]:
 
         def outcome(rank: int, groups: ParallelGroups, changes=changes) -> str:
-            shared = {"tp_group": groups.tp} | ({} if "log_probs" in door.__name__ else {"cp_group": groups.cp})
-            return error_of(lambda: door(**shared | (changes if rank == 1 else {})))
+            shared = {"tp_group": groups.tp} | ({} if "log_probs" in entry.__name__ else {"cp_group": groups.cp})
+            return error_of(lambda: entry(**shared | (changes if rank == 1 else {})))
 
-        first, second = on_ranks(outcome, **{DOORS[door]: 2})
+        first, second = on_ranks(outcome, **{ENTRIES[entry]: 2})
         is_told = first.partition("rank 1: ")[2][:300] == second.partition(": ")[2][:300]
         assert second and (is_told or first == second), ({name: shown(value) for name, value in changes.items()}, first, second)
 

@@ -30,8 +30,8 @@ from megatron_rl.weights import AGGREGATIONS
 
 TABLE = (ROOT / "tests/messages.txt").read_text(encoding="utf-8")
 ROWS = [
-    pytest.param(door, changes, id=f"{door.__name__} {', '.join(f'{k}={shown(v)}' for k, v in changes.items())}"[:100])
-    for door, rows in REFUSED.items()
+    pytest.param(entry, changes, id=f"{entry.__name__} {', '.join(f'{k}={shown(v)}' for k, v in changes.items())}"[:100])
+    for entry, rows in REFUSED.items()
     for changes in rows
 ]
 
@@ -40,16 +40,16 @@ def in_table(message: str) -> bool:
     return message.replace("\n", "\n    ") in TABLE
 
 
-@pytest.mark.parametrize(("door", "changes"), ROWS)
-def test_a_refused_call_says_what_the_table_says(door, changes):
+@pytest.mark.parametrize(("entry", "changes"), ROWS)
+def test_a_refused_call_says_what_the_table_says(entry, changes):
     """FB-02, FB-12, FB-17, FB-40, FB-55, FB-63, FB-65, FB-73, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is
     dropped without a word, and no missing denominator has a default."""
-    assert in_table(message_of(door, changes)[1])
+    assert in_table(message_of(entry, changes)[1])
 
 
-@pytest.mark.parametrize("door", REFUSED, ids=lambda door: door.__name__)
-def test_the_same_call_without_a_fault_is_taken(door):
-    door()
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.__name__)
+def test_the_same_call_without_a_fault_is_taken(entry):
+    entry()
 
 
 # Rules

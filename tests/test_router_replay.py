@@ -53,9 +53,9 @@ def test_the_weights_of_replayed_experts_are_those_of_the_current_router():
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     logits = torch.tensor([[1.0, 4.0, 2.0, 3.0], [1.0, 4.0, 2.0, 3.0]], requires_grad=True)
-    door = GivenRoutes()
-    door.open(torch.tensor([[0, 2], [-1, -1]], dtype=torch.int16))
-    probs, chosen = topk_routing_with_score_function(logits, 2, router_replay=door)
+    entry = GivenRoutes()
+    entry.open(torch.tensor([[0, 2], [-1, -1]], dtype=torch.int16))
+    probs, chosen = topk_routing_with_score_function(logits, 2, router_replay=entry)
     assert chosen.tolist() == [[True, False, True, False], [False, True, False, True]]
     expected = torch.zeros(2, 4)
     expected[0, [0, 2]], expected[1, [1, 3]] = torch.tensor([1.0, 2.0]).softmax(0), torch.tensor([4.0, 3.0]).softmax(0)

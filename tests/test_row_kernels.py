@@ -1,6 +1,6 @@
 """The kernels of rows, with blocks so small that every part of a row occurs: against float64, and what memory they touch.
 
-What the front door promises is tested for both backends in test_log_probs.py, their machine code in test_kernel_code.py.
+What the front entry promises is tested for both backends in test_log_probs.py, their machine code in test_kernel_code.py.
 Interpreted on a CPU, compiled on a GPU. Then the kernel that reads a row once, beside the two: when it is chosen, and its factor.
 """
 
@@ -409,7 +409,7 @@ def test_a_coefficient_after_the_product_of_16_bits_gives_the_gradient_of_one_be
     assert errors["hidden"] < 2**-6 and errors["weight"] < 2**-6, errors
 
 
-# In a loss of which a factor is announced
+# In a loss of which a factor is declared
 
 SCALE = 3.0
 LENGTHS, NUM_MASKED = [4, 0, 5, 1, 2], (1, 0, 2, 0, 2)  # the last document is masked altogether
@@ -530,19 +530,19 @@ def test_another_factor_than_the_announced_one_is_refused(backend, is_one_read):
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="there is a GPU")
 @pytest.mark.parametrize("is_one_read", [True, False])
-@pytest.mark.parametrize("announced", [SCALE, 2.0])
-def test_on_a_gpu_another_factor_makes_the_gradient_nan_and_nobody_waits(is_one_read, announced):
+@pytest.mark.parametrize("declared", [SCALE, 2.0])
+def test_on_a_gpu_another_factor_makes_the_gradient_nan_and_nobody_waits(is_one_read, declared):
     batch = make_batch()
     with few_lanes(FEW_LANES if is_one_read else None), simulated_cuda() as seen:
         leaf = batch.logits.to("cuda").requires_grad_()
         tensors = [tensor.to("cuda") for tensor in batch.arguments()]
         seen.clear()
-        output = policy_loss("grpo", leaf, *tensors, vocab_size=REAL, loss_scale=announced, tp_group=SINGLE, cp_group=SINGLE)
+        output = policy_loss("grpo", leaf, *tensors, vocab_size=REAL, loss_scale=declared, tp_group=SINGLE, cp_group=SINGLE)
         (output.loss * SCALE).backward()
         assert seen == []
         gradient = leaf.grad.cpu()
-    assert gradient[batch.loss_mask].isnan().any() == (announced != SCALE)
-    if announced != SCALE:  # each row that another layer multiplies becomes NaN
+    assert gradient[batch.loss_mask].isnan().any() == (declared != SCALE)
+    if declared != SCALE:  # each row that another layer multiplies becomes NaN
         assert gradient[batch.loss_mask & gradient.ne(0).any(1)].isnan().any(1).all()
 
 

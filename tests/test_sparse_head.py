@@ -156,7 +156,7 @@ def test_nothing_of_the_logits_size_is_made():
 @pytest.mark.parametrize("which", ["none", "entropy"])
 @pytest.mark.parametrize("loss_scale", [None, 3.0])
 def test_main_grad_gets_the_sum_unrounded(which, loss_scale):
-    """In forward with an announced factor, else in backward; beside what is there."""
+    """In forward with an declared factor, else in backward; beside what is there."""
     case = head_batch().to(torch.bfloat16)
     options = {"sampling_support": sets(case), **terms(which, case)}
     want = run(fused, head_batch().to(torch.bfloat16).to(torch.float32), factor=3.0, **options)

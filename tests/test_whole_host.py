@@ -96,7 +96,7 @@ CUSTOM_LOSS = (
 )
 # 8 rows of 12 float32 columns, 16 of 6.
 FUSED = f"{CUSTOM_LOSS} --fused-lm-head-loss --max-logits-bytes 400"
-DOORS = {"stock": "", "reducer": REDUCER, "custom_loss": CUSTOM_LOSS, "fused": FUSED}
+ENTRIES = {"stock": "", "reducer": REDUCER, "custom_loss": CUSTOM_LOSS, "fused": FUSED}
 REWARD_HOOK = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
 INIT_HOOK = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --lr 3e-3 --clip-grad 1.0"
@@ -329,12 +329,12 @@ def unfused_cross_entropy(logits: Tensor, labels: Tensor, group: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class WholeCase:
-    door: str
+    entry: str
     loss: str
     aggregation: str
 
     def __str__(self) -> str:
-        return f"{self.door} {self.loss} {self.aggregation}"
+        return f"{self.entry} {self.loss} {self.aggregation}"
 
     @property
     def aggregation_flags(self) -> str:
@@ -349,10 +349,10 @@ class WholeCase:
     def of_host(self, folder: Path) -> list[str]:
         low, high = CLIPS[self.loss]
         estimator = self.loss if self.loss in ESTIMATORS else f"grpo --policy-loss {self.loss}"
-        words = f"{OF_HOST} --advantage-estimator {estimator} --eps-clip {low} --eps-clip-high {high} {DOORS[self.door]}"
+        words = f"{OF_HOST} --advantage-estimator {estimator} --eps-clip {low} --eps-clip-high {high} {ENTRIES[self.entry]}"
         words += f" --load-debug-rollout-data {folder}/{self.data}/{{rollout_id}}.pt --ref-load {folder}"
         words += f" --custom-config-path {folder}/fp32.yaml"
-        if self.door != "stock":
+        if self.entry != "stock":
             words += f" {self.aggregation_flags} {INIT_HOOK}"
         words += f" --num-steps-per-rollout {STEPS}"
         words += {"prompt_mean": f" {REWARD_HOOK}", "token_mean": " --calculate-per-token-loss"}.get(self.aggregation, "")
@@ -370,8 +370,8 @@ class WholeCase:
 
 AGGREGATIONS = ("sample_mean", "prompt_mean", "constant")
 CASES = [WholeCase("stock", loss, "sample_mean") for loss in ESTIMATORS]
-CASES += [WholeCase(door, loss, name) for door in ("reducer", "custom_loss") for loss in ESTIMATORS for name in AGGREGATIONS]
-CASES += [WholeCase(door, "grpo", "token_mean") for door in ("stock", "reducer", "custom_loss", "fused")]
+CASES += [WholeCase(entry, loss, name) for entry in ("reducer", "custom_loss") for loss in ESTIMATORS for name in AGGREGATIONS]
+CASES += [WholeCase(entry, "grpo", "token_mean") for entry in ("stock", "reducer", "custom_loss", "fused")]
 ROWS = [(layout, case) for layout in ("dp2", "cp2", "tp2", "pp2") for case in CASES]
 ROWS += [
     (layout, WholeCase("fused", loss, "constant" if loss == "gspo" else "sample_mean"))

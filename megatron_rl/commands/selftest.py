@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         parser.add_argument(flag, dest=name, action="store_true", help=meaning)
     parser.add_argument("--model-like", choices=list(SHAPES), help="Two layers like a model of the field.")
     parser.add_argument(
-        "--policy-loss", metavar="NAME", help="Run the rows of this loss alone; module.function: a loss of your own. Default: all."
+        "--policy-loss", metavar="NAME", help="Run only the rows of this loss; module.function: a loss of your own. Default: all."
     )
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="Only rows with TEXT in their name. Repeatable.")
 

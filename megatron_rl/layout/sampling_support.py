@@ -185,7 +185,7 @@ class SamplingSupport:
             what = "is trained and its set is empty: mask the token, or pass the ids that the sampler kept"
         elif is_wrong:
             what = (
-                f"has the ids {shown}: they must be distinct and in [0, {vocab_size}); pass the kept ids alone, without the "
+                f"has the ids {shown}: they must be distinct and in [0, {vocab_size}); pass only the kept ids, without the "
                 "padding of their list"
             )
         else:

@@ -68,12 +68,12 @@ def own_group_problems(settings: Mapping[str, object]) -> Iterator[str]:
     """Of these settings of a TransformerConfig, without the remedy."""
     for name in _SETTINGS:
         if settings.get(name) not in (None, False, 0, "none"):
-            yield f"{name}={settings[name]!r}: its layers take one group alone"
+            yield f"{name}={settings[name]!r}: its layers take only one group"
 
 
 def _layer_problems(bare: nn.Module, layers: Sequence[Any]) -> Iterator[str]:
     if any(type(module).__module__.startswith("megatron.core.ssm") for module in bare.modules()):
-        yield "its state-space layers exchange over the model's group alone"
+        yield "its state-space layers exchange only over the model's group"
     from megatron.core.extensions import transformer_engine
 
     engine_attention = getattr(transformer_engine, "TEDotProductAttention", None)

@@ -73,7 +73,7 @@ class PolicyForwardStep:
         self.vocab_size = vocab_size
         self.groups = groups
         self.reports_metrics = reports_metrics
-        self.announces_factor = True
+        self.declares_factor = True
         """Whether the loss of logits is told what backward multiplies it with. False: a wrong factor is measured, and no error."""
         self._head = HeadSettings.of(config)
         self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
@@ -116,7 +116,7 @@ class PolicyForwardStep:
             self._checked[model] = settings
         # A model in eval mode may have no backward. With a fused head float16 needs the factor in forward all the same.
         if inputs is None:
-            is_known = self.announces_factor and model.training
+            is_known = self.declares_factor and model.training
         else:
             is_known = is_free_in_forward(model) and (model.training or model_config.fp16)
         step: dict[str, Any] = {"totals": batch.context.totals, "config": model_config, "groups": groups}

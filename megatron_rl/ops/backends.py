@@ -51,7 +51,7 @@ def resolve_backend(
     if torch.version.hip is not None:
         raise ConfigError(
             f"backend='triton' needs CUDA and this torch is built for ROCm {torch.version.hip}: the kernels ask for options that "
-            "Triton has for CUDA alone; pass backend='torch' (--policy-loss-backend torch), which auto takes there"
+            "Triton has only for CUDA; pass backend='torch' (--policy-loss-backend torch), which auto takes there"
         )
     reason = why_triton_is_missing()
     if reason is not None:

@@ -147,17 +147,17 @@ def hidden_buffer(head: LinearHead) -> Tensor:  # [T, H] zeros
     return torch.zeros_like(head.hidden, memory_format=torch.contiguous_format)
 
 
-def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_row_term: bool, of_pairs: bool = False) -> HeadGradient:
-    """Buffers for what `ready` needs. of_pairs: pairs come too, so that their caller rounds, scales and reduces."""
+def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_row_term: bool, for_pairs: bool = False) -> HeadGradient:
+    """Buffers for what `ready` needs. for_pairs: pairs come too, so that their caller rounds, scales and reduces."""
     main_grad = main_grad_of(ready.parameter)
     return HeadGradient(
         hidden=hidden_buffer(head) if ready.needs_hidden else None,
         weight=main_grad if ready.is_in_main_grad else None,
         needs_weight=ready.parameter.requires_grad,
-        rounds_weight=main_grad is None and not of_pairs,  # it stays float32 for a main_grad that backward adds it to
+        rounds_weight=main_grad is None and not for_pairs,  # it stays float32 for a main_grad that backward adds it to
         has_row_term=has_row_term,
-        scale=None if of_pairs else ready.loss_scale,
-        is_reduced=not of_pairs,
+        scale=None if for_pairs else ready.loss_scale,
+        is_reduced=not for_pairs,
     )
 
 

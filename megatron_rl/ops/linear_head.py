@@ -399,9 +399,9 @@ def chunk_operands(head: LinearHead, rows: slice | Tensor) -> tuple[Tensor, Tens
     return product_operand(head.hidden[rows], head.options.fp32_logits), head.labels[rows]
 
 
-def chunk_logits(head: LinearHead, hidden: Tensor, *, first: int = 0) -> Tensor:  # hidden [n, H] -> [n, V_tp]
-    """One matmul into the head's buffer, from this row on. It overwrites the logits of the previous chunk there."""
-    return head_logits(hidden, head.weight, out=head.logits[first : first + hidden.shape[0]])
+def chunk_logits(head: LinearHead, hidden: Tensor) -> Tensor:  # hidden [n, H] -> [n, V_tp]
+    """One matmul into the head's buffer. It overwrites the logits of the previous chunk."""
+    return head_logits(hidden, head.weight, out=head.logits[: hidden.shape[0]])
 
 
 def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bool = False) -> Chunk:

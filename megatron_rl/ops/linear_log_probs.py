@@ -269,7 +269,7 @@ def fill_with_pairs(
     full_results, pairs, kernels, scores = scored
     scale = 1.0 if ready.loss_scale is None else ready.loss_scale
     c = c * scale
-    gradient = gradient_for(ready, head, has_row_term=True, of_pairs=True)
+    gradient = gradient_for(ready, head, has_row_term=True, for_pairs=True)
     if e is not None and rows.numel():
         chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
         run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)

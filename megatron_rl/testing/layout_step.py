@@ -178,7 +178,7 @@ class RankStep:
 class LayoutModel:
     """The tiny model with DDP and optimiser on this rank of an initialised layout, for one step after another."""
 
-    announces_factor = True  # of the forward step
+    declares_factor = True  # of the forward step
 
     def __init__(self, layout: Layout, row_length: int, tiny: TinyGPT):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -228,7 +228,7 @@ class LayoutModel:
         models, groups = self.models, self.groups
         batches = make_step_batches(policy_config, self.layout, samples, groups, self.context_groups, models[0].config)
         forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
-        forward_step.announces_factor = self.announces_factor
+        forward_step.declares_factor = self.declares_factor
         rows, length = batches[0].tokens.shape
         scaled = run_schedule(models, batches, length * groups.cp.size(), rows, forward_step)
         reports = forward_step.take_reports()

@@ -291,7 +291,7 @@ class WholeSteps:
                 sizes = [size for size in range(ranks, 0, -1) if ranks % size == 0]
                 layout = replace(layout, context_sizes=tuple(islice(cycle(sizes), layout.num_microbatches)))
             self._models[key] = LayoutModel(layout, row_length(self.samples, layout), self.tiny)
-            self._models[key].announces_factor = False  # a row says how large a wrong factor is
+            self._models[key].declares_factor = False  # a row says how large a wrong factor is
         return self._models[key]
 
 

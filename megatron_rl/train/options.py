@@ -113,7 +113,7 @@ class ModelOptions:
     moe_aux_loss_coeff: float = not_negative(
         0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.", needs=OF_EXPERTS
     )
-    bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
+    bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: only on CUDA.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ def _make_summary_writer(directory: Path, resume_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        logger.warning(f"TensorBoard is not installed: metrics go to {METRICS_FILE} alone; pip install tensorboard")
+        logger.warning(f"TensorBoard is not installed: metrics go only to {METRICS_FILE}; pip install tensorboard")
         return None
     if resume_step == 0:
         for events in directory.glob("events.out.tfevents.*"):

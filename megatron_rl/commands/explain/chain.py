@@ -99,7 +99,7 @@ def _own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     """Megatron-LM and `megatron-rl train`: global weights, scale_for_schedule, Megatron."""
     weight, rest = _weight(weighing), []
     if weighing.config.gradient_divisor != GradientDivisor.NONE:
-        does = "--gradient-divisor, as DeepSpeed divides: the gradient alone, not the reported loss"
+        does = "--gradient-divisor, as DeepSpeed divides: only the gradient, not the reported loss"
         rest.append(("gradient divisor", Formula(N=-1), does))
     scale = Formula(T=1) if per_token else Formula(M=1, dp=1, cp=1)
     rest.append(("scale", scale, "scale_for_schedule undoes what follows"))
