@@ -97,10 +97,10 @@ def test_a_model_that_met_another_group_names_each_group_from_then_on(pool):
     assert pool.run(sticky_on_rank, world_size=2, context_parallel_size=2) == [before + after] * 2
 
 
-# The setting that takes one group alone -> what is said of it.
+# The setting that takes only one group -> what is said of it.
 ONE_GROUP = {
     "multi_latent_attention": (True, "multi_latent_attention=True: its layers"),
-    "cuda_graph_impl": ("local", "cuda_graph_impl='local': its layers take one group"),
+    "cuda_graph_impl": ("local", "cuda_graph_impl='local': its layers take only one group"),
     "hierarchical_context_parallel_sizes": ([1, 2], "hierarchical_context_parallel_sizes=[1, 2]: its layers"),
     "": (None, "DotProductAttention does not read the group in packed_seq_params"),
 }
