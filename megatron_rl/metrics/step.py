@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -104,7 +105,8 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     num_parts: micro-batches times dp-cp ranks; the denominator of a plain sum is 1 / num_parts. Minima, maxima and the effective
     sample size are no such quotients and are left out: step_metrics has them.
     """
-    rows, present = _present(statistics)
+    # A rank without samples has no rollout statistics, and all ranks must report the same names.
+    rows, present = _present(replace(statistics, rollout=None))
     values = dict(zip((row.name for row in rows), present.unbind(), strict=True))
     one = torch.full_like(values["num_samples"], 1.0 / num_parts)
     pairs = {
