@@ -59,7 +59,7 @@ def errors() -> dict[str, list[float]]:
             ours.append((truth, step_on_layout(pool, layout, truth.samples, config, model)))
     # Ranks are forked from this process, and see what is patched here.
     patched = mock.patch.object(layout_step, "PolicyForwardStep", MeanOfMeans)
-    without_factor = mock.patch.object(layout_step.LayoutModel, "announces_factor", False)
+    without_factor = mock.patch.object(layout_step.LayoutModel, "declares_factor", False)
     with patched, without_factor, RankPool(4, timeout=240.0) as pool:
         for layout, (truth, _) in zip(all_layouts(), ours, strict=True):
             of_means.append(step_on_layout(pool, layout, truth.samples, config, layouts.model_of(layout)))
