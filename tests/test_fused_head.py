@@ -400,7 +400,7 @@ def check_refusals(found: list[str], setting: str) -> None:
     """found: the error of each of FOREIGN_HEADS."""
     for message, words in zip(found, FOREIGN_HEADS.values(), strict=True):
         assert message.startswith(f"ConfigError: {setting}: the output layer "), message
-        assert all(part in message for part in words) and "test_fused_head_models.py:" in message, message
+        assert all(part in message for part in words) and "test_fused_head.py:" in message, message
         assert f"Remove {setting}, or build the plain layer" in message
 
 
