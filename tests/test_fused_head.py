@@ -391,7 +391,7 @@ FOREIGN_HEADS = {
     replaced_on_the_instance: ("is a ColumnParallelLinear whose forward was replaced", "<locals>.<lambda> ("),
     wrapped: (
         "is a Adapter, not Megatron's ColumnParallelLinear",
-        "It computes by test_fused_head_models.Adapter.forward (",
+        "It computes by test_fused_head.Adapter.forward (",
     ),
 }
 
