@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import error_of, float32, pool_of
-from linear_cases import VOCAB_SIZE, head_batch
+from linear_cases import VOCAB_SIZE, Seen, head_batch
 from test_golden_losses import functions_of, source_of
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from megatron_rl import DistillationSettings, HeadTeacher, LogitsTeacher, TopKTe
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.losses.distillation import DIVERGENCES
-from megatron_rl.ops import distribution
+from megatron_rl.ops import distribution, log_probs_torch
 from megatron_rl.policy_loss import policy_loss
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, step_on_layout
 from megatron_rl.testing.reference import double_model, global_parameters, model_logits, ragged_samples
@@ -162,10 +162,12 @@ def test_a_teacher_that_was_written_to_is_noticed_and_nothing_is_kept():
 
 
 def test_a_teachers_head_multiplies_each_row_once_in_forward_and_gradient(monkeypatch):
-    """Four matmuls: three of the policy's, one of the teacher's. No logits [T, V] of either."""
+    """Four matmuls: three of the policy's, one of the teacher's. In memory are two chunks, and some rows of scratch."""
     case, multiply, sizes = head_batch(), distribution.teacher_product, []
     generator = torch.Generator().manual_seed(1)
-    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (len(case.hidden), VOCAB_SIZE))
+    hidden, weight = (
+        torch.randn(n, case.hidden.shape[1], generator=generator, dtype=torch.float64) for n in (len(case.hidden), VOCAB_SIZE)
+    )
 
     def counted(rows, head):
         sizes.append(len(rows))
@@ -176,9 +178,14 @@ def test_a_teachers_head_multiplies_each_row_once_in_forward_and_gradient(monkey
     bounds = torch.tensor([0, *(len(document) for document in batch.documents)]).cumsum(0).int()
     given = (batch.labels, batch.old_log_probs, batch.advantages, batch.loss_mask, bounds, batch.token_weights)
     options = {"distillation": DistillationSettings(), "teacher": HeadTeacher(hidden, weight)}
-    output = linear_policy_loss("grpo", leaf, case.weight, *given, max_logits_bytes=4 * 8 * VOCAB_SIZE, **options)
-    output.loss.backward()
-    assert sum(sizes) == int(batch.loss_mask.sum()) and max(sizes) <= 4
+    row_bytes, rows = 8 * VOCAB_SIZE, 12
+    for module in (distribution, log_probs_torch):  # scratch of one row
+        monkeypatch.setattr(module, "CPU_CHUNK_BYTES", row_bytes)
+    with Seen(case.hidden.shape[1], VOCAB_SIZE) as seen:
+        output = linear_policy_loss("grpo", leaf, case.weight, *given, max_logits_bytes=rows * row_bytes, **options)
+        output.loss.backward()
+    assert sum(sizes) == int(batch.loss_mask.sum()) and max(sizes) <= rows < sum(sizes)
+    assert seen.peak_bytes <= 2 * rows * row_bytes, "chunks have 9 rows, which leaves 6 for scratch"
 
 
 def test_bad_ids_on_a_gpu_are_counted(monkeypatch):
