@@ -110,7 +110,7 @@ pool = pool_of(4)
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", STEPS)
-def test_the_step_of_a_carrier_is_the_step_of_logits(pool, name):
+def test_the_step_of_a_proxy_is_the_step_of_logits(pool, name):
     """Loss, metrics, and the gradient of each parameter; and no tensor has a row of this rank's vocabulary for each token."""
     both = [replace(step, flags=step.flags | flags) for step in STEPS[name] for flags in ({}, FUSED)]
     layout = both[0].layout
@@ -122,9 +122,9 @@ def test_the_step_of_a_carrier_is_the_step_of_logits(pool, name):
         assert fused.gradient_error(plain) < TOLERANCE
         for parameter, gradient in plain.gradient.items():
             assert (fused.gradient[parameter] - gradient).norm() < TOLERANCE * gradient.norm() + 1e-9, parameter
-        of_logits, of_carrier = (max(answer[2 * number + which][1] for answer in answers) for which in (0, 1))
+        of_logits, of_proxy = (max(answer[2 * number + which][1] for answer in answers) for which in (0, 1))
         # The weight in a product is [H, V_tp].
-        assert of_carrier <= UNTIED.hidden_size < of_logits
+        assert of_proxy <= UNTIED.hidden_size < of_logits
 
 
 MEASURED = {
@@ -231,7 +231,7 @@ def proxy_of(*, dtype: torch.dtype = torch.float32) -> HiddenStatesProxy:
     return made.transpose(0, 1).contiguous()
 
 
-def test_a_carrier_says_of_itself_what_logits_would_say():
+def test_a_proxy_says_of_itself_what_logits_would_say():
     proxy = proxy_of(dtype=torch.bfloat16)
     assert proxy.shape == proxy.size() == (1, 5, 7) and proxy.size(-1) == 7 and proxy.numel() == 35
     assert proxy.dim() == proxy.ndim == 3 and proxy.device.type == "cpu" and proxy.is_floating_point()
@@ -374,7 +374,7 @@ CARRIED = ("HiddenStatesProxy", "torch.float32", True, None)
         pytest.param(FUSED | {"fp32_lm_head": True}, True, [CARRIED, FP32_LOGITS, CARRIED, FP32_LOGITS], id="both"),
     ],
 )
-def test_the_forwards_that_train_and_measure_get_a_carrier_and_no_other(pool, flags, bf16, expected):
+def test_the_forwards_that_train_and_measure_get_a_proxy_and_no_other(pool, flags, bf16, expected):
     """FB-39: logits of another precision in old log-probabilities than in the loss make the first ratio another number than 1."""
     [found] = pool.run(forwards_on_rank, flags, bf16, world_size=1)
     assert [*found.values()] == expected

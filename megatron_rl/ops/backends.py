@@ -363,34 +363,33 @@ class VocabParallelLogProbs(torch.autograd.Function):
         with_entropy: bool,
         inplace: bool,
         kernels: RowKernels,
-    ) -> tuple[Tensor, Tensor]:
+        term: Any,  # ops.distribution.DistributionTerm, or None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # the third: the term's values
         rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
-        ctx.shard, ctx.inplace, ctx.kernels = shard, inplace, kernels
+        values, further = None, []
+        if term is not None:
+            term.score(logits, slice(0, logits.shape[0]), rows)
+            # A copy: the term, which ctx holds, must not hold the graph.
+            values, further = term.values.clone(), term.saved
+        ctx.shard, ctx.inplace, ctx.kernels, ctx.term = shard, inplace, kernels, term
         # An unused output gets a None gradient, not zeros, so that an unused entropy costs no second pass.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, labels, loss_mask, rows.maximum, rows.total, rows.entropy)
-        return rows.log_probs, rows.entropy
+        ctx.save_for_backward(logits, labels, loss_mask, rows.maximum, rows.total, rows.entropy, *further)
+        return rows.log_probs, rows.entropy, values
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, log_probs_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, c: Tensor | None, e: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
         # Unpacking raises if the logits were written to since forward: autograd compares version counters. A second backward after
         # an in-place one raises too, because both backends count the write of the gradient below.
-        logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
+        logits, labels, loss_mask, maximum, total, entropy, *_ = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else gradient_like(logits)
-        ctx.kernels.gradient(
-            logits,
-            labels,
-            loss_mask,
-            maximum,
-            total,
-            entropy,
-            log_probs_gradient,
-            entropy_gradient,
-            ctx.shard,
-            out=gradient,
-        )
-        return gradient, *[None] * 7
+        if ctx.term is None:
+            ctx.kernels.gradient(logits, labels, loss_mask, maximum, total, entropy, c, e, ctx.shard, out=gradient)
+        else:
+            result = RowResult(maximum, total, total, entropy)  # its log_probs are not read
+            ctx.term.write_gradient(ctx.kernels, logits, labels, loss_mask, slice(0, len(labels)), result, c, e, d, out=gradient)
+        return gradient, *[None] * 8
 
 
 # Programs an SM needs to hide the latency of its loads: 8 of 4 KiB cover 700 ns at 4.3 TB/s over 132 SMs (23 KiB an SM). With fewer

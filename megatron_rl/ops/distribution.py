@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import Group, all_gather_stack
-from megatron_rl.ops.backends import RowKernels, RowResult, VocabShard, first_order_only, gradient_like
+from megatron_rl.ops.backends import RowKernels, RowResult, VocabShard
 from megatron_rl.ops.log_probs_torch import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES, EXPONENT_FLOOR, working_dtype
 
 # The least probability of the teacher's tail, and of an id that its server gives as -inf: float32 has no smaller distance from 1.
@@ -135,16 +135,20 @@ class DistributionTerm:
         shard: VocabShard,
         tp_group: Group,
         loss_mask: Tensor,  # [T] bool
-        dtype: torch.dtype,
+        weights: Tensor,  # [T] dL / dvalue, for who makes the gradient in forward
         teacher_temperature: float,
     ):
         self.divergence, self.teacher, self.shard, self.tp_group = divergence, teacher, shard, tp_group
-        self.inverse_teacher_temperature, self.loss_mask = 1.0 / teacher_temperature, loss_mask
-        self.values = torch.zeros(loss_mask.shape, dtype=dtype, device=loss_mask.device)  # [T]
+        self.inverse_teacher_temperature, self.loss_mask, self.weights = 1.0 / teacher_temperature, loss_mask, weights
+        self.values = torch.zeros_like(weights)  # [T]
         self._slopes = torch.zeros_like(self.values)  # [T] sum of p h over the buckets
         self._numbers = torch.zeros_like(self.values)  # [T] log p of the tail, or of the teacher's sum of exponentials
-        self.weights = self.values  # [T] dL / dvalue, set by who calls `write_gradient` during the forward pass
         self._held: tuple[slice | Tensor, Tensor] | None = None  # rows, and a HeadTeacher's logits of them
+
+    @property
+    def saved(self) -> list[Tensor]:
+        """What autograd keeps for the gradient, so that it raises where it was written to."""
+        return [getattr(self.teacher, field.name) for field in fields(self.teacher)]
 
     def score(
         self,
@@ -284,38 +288,3 @@ class DistributionTerm:
 def teacher_product(hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H_q], [V_tp, H_q] -> [n, V_tp]
     """In their own dtype: torch.autocast casts no product with an `out`."""
     return torch.mm(hidden, weight.t(), out=weight.new_empty(hidden.shape[0], weight.shape[0]))
-
-
-class DistilledLogProbs(torch.autograd.Function):
-    """VocabParallelLogProbs, and the divergence of each row from the teacher's: (log_probs, entropy, divergences), [T] each."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        loss_mask: Tensor,
-        shard: VocabShard,
-        tp_group: Group,
-        with_entropy: bool,
-        inplace: bool,
-        kernels: RowKernels,
-        term: DistributionTerm,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        result = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
-        term.score(logits, slice(0, logits.shape[0]), result)
-        ctx.shard, ctx.inplace, ctx.kernels, ctx.term = shard, inplace, kernels, term
-        ctx.set_materialize_grads(False)
-        # The teacher's too, so that autograd raises where they were written to.
-        of_teacher = [getattr(term.teacher, field.name) for field in fields(term.teacher)]
-        ctx.save_for_backward(logits, labels, loss_mask, result.maximum, result.total, result.entropy, *of_teacher)
-        return result.log_probs, result.entropy, term.values.clone()  # the term, which ctx holds, must not hold the graph
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, c: Tensor | None, e: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, loss_mask, maximum, total, entropy, *_ = ctx.saved_tensors
-        gradient = logits.detach() if ctx.inplace else gradient_like(logits)
-        result = RowResult(maximum, total, total, entropy)
-        ctx.term.write_gradient(ctx.kernels, logits, labels, loss_mask, slice(0, len(labels)), result, c, e, d, out=gradient)
-        return gradient, *[None] * 8

@@ -121,7 +121,7 @@ def vocab_parallel_log_probs(
         compare_supports(agreement, sampling_support, loss_mask)
     scored = (logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, row_kernels(resolved))
     if sampling_support is None:
-        log_probs, entropy = VocabParallelLogProbs.apply(*scored)  # type: ignore[no-untyped-call]  # torch's
+        log_probs, entropy, _ = VocabParallelLogProbs.apply(*scored, None)  # type: ignore[no-untyped-call]  # torch's
     else:
         log_probs, entropy = SupportLogProbs.apply(*scored, sampling_support)  # type: ignore[no-untyped-call]  # torch's
     return (log_probs, entropy) if with_entropy else log_probs

@@ -23,7 +23,7 @@ from megatron_rl.ops.backends import (
     log_probs_dtype,
     runs_eagerly,
 )
-from megatron_rl.ops.distribution import DistilledLogProbs, DistributionTerm, HeadTeacher, check_teacher
+from megatron_rl.ops.distribution import DistributionTerm, HeadTeacher, check_teacher
 from megatron_rl.ops.log_probs import row_kernels
 from megatron_rl.ops.scale import AssumedScale, Assumption, check_actual_scale, check_declared_scale
 from megatron_rl.ops.support import SupportLogProbs, check_support
@@ -130,11 +130,9 @@ def policy_loss(
     divergences = None
     if support is not None:
         log_probs, entropy = SupportLogProbs.apply(*scored, support)  # type: ignore[no-untyped-call]  # torch's
-    elif batch.teacher is not None:
-        term = distribution_term(batch, options, shard, dtype)
-        log_probs, entropy, divergences = DistilledLogProbs.apply(*scored, term)  # type: ignore[no-untyped-call]  # torch's
     else:
-        log_probs, entropy = VocabParallelLogProbs.apply(*scored)  # type: ignore[no-untyped-call]  # torch's
+        term = None if batch.teacher is None else distribution_term(batch, options, shard, dtype)
+        log_probs, entropy, divergences = VocabParallelLogProbs.apply(*scored, term)  # type: ignore[no-untyped-call]  # torch's
     return _output_of_scores(loss, log_probs, entropy if with_entropy else None, divergences, batch, options, declared)
 
 
@@ -297,12 +295,16 @@ def divergence_weights(batch: LossBatch, options: LossOptions, dtype: torch.dtyp
     return torch.where(batch.loss_mask, weights, 0.0)
 
 
-def distribution_term(batch: LossBatch, options: LossOptions, shard: VocabShard, dtype: torch.dtype) -> DistributionTerm:
-    """The term of a call whose batch has a teacher of rows."""
+def distribution_term(
+    batch: LossBatch, options: LossOptions, shard: VocabShard, dtype: torch.dtype, loss_scale: Tensor | float | None = None
+) -> DistributionTerm:
+    """The term of a call whose batch has a teacher of rows. loss_scale: of a gradient that is made in forward."""
     settings = options.distillation
     assert settings is not None and batch.teacher is not None
     function, temperature = settings.function, settings.teacher_temperature
-    return DistributionTerm(function, batch.teacher, shard, options.tp_group, batch.loss_mask, dtype, temperature)
+    weights = divergence_weights(batch, options, dtype)
+    weights = weights if loss_scale is None else weights * loss_scale
+    return DistributionTerm(function, batch.teacher, shard, options.tp_group, batch.loss_mask, weights, temperature)
 
 
 def reduce(

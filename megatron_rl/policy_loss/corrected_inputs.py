@@ -63,7 +63,7 @@ def importance_correction(
     if device.type == "cpu" and bool((batch.loss_mask & ~is_finite).any()):
         raise DataError("log-probabilities or advantages have unmasked values that are not finite: mask those tokens")
     shared = {"old_log_probs": old, "rollout_log_probs": rollout, "loss_mask": batch.loss_mask}
-    sums = sums_of_samples(settings, log_probs=trained, cu_seqlens=cu_seqlens, cp_group=cp_group, **shared)
+    sums = sums_of_samples(settings, log_probs=trained, cu_seqlens=batch.cu_seqlens, cp_group=cp_group, **shared)
     correction = correct(settings, advantages=advantages, sums=sums, documents=not_none(batch.documents), **shared)
     return correction, token_statistics("correction", correction, loss_mask=batch.loss_mask, counts=batch.spread(sums["counts"]))
 

@@ -39,7 +39,7 @@ from megatron_rl.ops.linear_head import (
 )
 from megatron_rl.ops.linear_log_probs import fill_with_pairs, score_kept, score_rows
 from megatron_rl.ops.support import check_support
-from megatron_rl.policy_loss.api import distribution_term, divergence_weights, known_before_rows, reduce
+from megatron_rl.policy_loss.api import distribution_term, known_before_rows, reduce
 from megatron_rl.policy_loss.inputs import (
     LossBatch,
     LossOptions,
@@ -150,9 +150,7 @@ def linear_policy_loss(
     batch = known_before_rows(loss, batch, options, dtype)
     rows, term = mask.nonzero()[:, 0], None
     if batch.teacher is not None:
-        term = distribution_term(batch, options, shard, dtype)
-        weights = divergence_weights(batch, options, dtype)
-        term.weights = weights if ready is None or ready.loss_scale is None else weights * ready.loss_scale
+        term = distribution_term(batch, options, shard, dtype, None if ready is None else ready.loss_scale)
     with_entropy = options.needs_entropy(loss)
     with torch.no_grad():
         if support is not None:

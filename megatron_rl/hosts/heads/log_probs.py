@@ -170,7 +170,7 @@ def log_probs_of_logits(
 ) -> Tensor:  # [...] float32 (float64 for float64)
     """As vocab_parallel_log_probs. A label outside the vocabulary gives 0 without a gradient."""
     if isinstance(logits, RowProxy):
-        return log_probs_of_carried(logits, labels, tp_group, with_entropy=False)[0]
+        return log_probs_of_proxy(logits, labels, tp_group, with_entropy=False)[0]
     rows, chosen = _rows(logits), labels.reshape(-1).long()
     found = vocab_parallel_log_probs(
         rows,
@@ -186,14 +186,14 @@ def entropy_of_logits(logits: Tensor, tp_group: Group, *, inplace: bool = False)
     """The entropy of the full distribution, with its gradient."""
     if isinstance(logits, RowProxy):
         any_label = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-        return log_probs_of_carried(logits, any_label, tp_group)[1]
+        return log_probs_of_proxy(logits, any_label, tp_group)[1]
     rows = _rows(logits)
     any_label = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
     _, entropy = vocab_parallel_log_probs(rows, any_label, tp_group=tp_group, with_entropy=True, inplace=inplace)
     return entropy.view(logits.shape[:-1])
 
 
-def log_probs_of_carried(
+def log_probs_of_proxy(
     rows: RowProxy,
     labels: Tensor,  # [...] as rows
     tp_group: Group,

@@ -51,7 +51,7 @@ ACTOR = "actor"
 def take_over(host: Host, settings: HeadSettings) -> None:
     """From now on each actor's model of this host gets the head that its run asks for, and our function measures what the model's
     output carries. A second call changes nothing. `problems` of these functions must have found none."""
-    makers: dict[Replaced, Callable[..., Any]] = {BUILDER: _with_placed_head, MEASURE: partial(_measuring_carriers, host)}
+    makers: dict[Replaced, Callable[..., Any]] = {BUILDER: _with_placed_head, MEASURE: partial(_measuring_proxies, host)}
     for one in head_places(is_fused=settings.is_fused):
         one.put_around(host.training_package, makers[one])
 
@@ -71,7 +71,7 @@ def _with_placed_head(build: Callable[..., Any]) -> Callable[..., Any]:
     return setup_model_and_optimizer
 
 
-def _measuring_carriers(host: Host, own: Callable[..., Any]) -> Callable[..., Any]:
+def _measuring_proxies(host: Host, own: Callable[..., Any]) -> Callable[..., Any]:
     def get_log_probs_and_entropy(logits: Tensor, **named: Any) -> Any:
         if not isinstance(logits, HiddenStatesProxy):
             return own(logits, **named)

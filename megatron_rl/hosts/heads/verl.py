@@ -35,9 +35,9 @@ from megatron_rl.hosts.heads.log_probs import (
     Installer,
     Replacement,
     entropy_of_logits,
-    log_probs_of_carried,
     log_probs_of_hidden,
     log_probs_of_logits,
+    log_probs_of_proxy,
 )
 from megatron_rl.hosts.heads.placed_rows import place_rows, with_logits
 from megatron_rl.hosts.heads.row_proxy import RowProxy
@@ -156,7 +156,7 @@ def logits_processor(theirs: Callable[..., dict[str, Tensor]]) -> Callable[..., 
         given = torch.as_tensor(options["batch"]["temperature"], dtype=temperature.dtype).flatten()
         # Rows of padding have 0. At a temperature of the batch they cost no products of their own.
         others = float(given[0]) if bool((given > 0).all()) else SMALLEST_TEMPERATURE
-        log_probs, entropy = log_probs_of_carried(
+        log_probs, entropy = log_probs_of_proxy(
             logits,
             label,
             resolve_group(None, "tp"),
