@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.count import StepTotals, check_counts, check_totals
-from megatron_rl.declare import Registry, check_signature, takes
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.registry import Registry, check_signature, takes
 
 # Letter of a formula -> field of StepTotals, or argument of a function.
 COUNTS = {

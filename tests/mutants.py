@@ -104,6 +104,7 @@ JUDGES = {
     "losses/kl": "contracts golden_losses generated_steps",
     "losses/corrections.py": "golden_losses contracts own generated_steps",
     "losses/distillation.py": "distillation generated_steps",
+    "registry.py": "declare refused own",
     "declare.py": "declare contracts refused own",
     "ops/support.py": "support sparse_head generated_steps",
     "ops/support_triton.py": "sparse_head",

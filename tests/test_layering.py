@@ -18,8 +18,8 @@ from forked import forget, forked
 # is megatron_rl itself; benchmarks/ lies beside it, and the wheel does not hold it.
 LAYERS = (
     ("errors", "config"),
-    ("files", "layout", "declare"),
-    ("ops", "count"),
+    ("files", "layout", "registry"),
+    ("ops", "count", "declare"),
     ("weights", "losses"),
     ("metrics",),
     ("policy_loss",),

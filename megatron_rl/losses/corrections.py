@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LARGEST_RATIO, NO_CORRECTION, CorrectionLevel, PolicyLossConfig
-from megatron_rl.declare import Function, Registry, bounded_exp, check_signature, checked_result, get_policy_loss
+from megatron_rl.declare import bounded_exp, checked_result, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, all_reduce_sum, document_sums, spread
+from megatron_rl.registry import Function, Registry, check_signature
 
 # Level -> the usual (low, high) of w there; None: it has to be given.
 Bounds = Mapping[str, tuple[float | None, float | None]]

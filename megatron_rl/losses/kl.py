@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.declare import Function, Registry, bounded_exp, check_signature, check_triton_path, checked_result, takes
+from megatron_rl.declare import bounded_exp, checked_result
 from megatron_rl.errors import DataError
+from megatron_rl.registry import Function, Registry, check_signature, check_triton_path, takes
 
 
 @dataclass(frozen=True, slots=True)

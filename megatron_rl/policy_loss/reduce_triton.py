@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
-from megatron_rl.declare import PolicyLoss, import_dotted
+from megatron_rl.declare import PolicyLoss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.kl import KLEstimator
@@ -51,6 +51,7 @@ from megatron_rl.policy_loss.inputs import (
     vectors_of_samples,
 )
 from megatron_rl.policy_loss.reduce_torch import metrics_of
+from megatron_rl.registry import import_dotted
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
 # tokens a thread, so that the accumulators stay in registers. 512 threads may use 128 registers each;

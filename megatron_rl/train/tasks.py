@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import eq
 from pathlib import Path
 
-from megatron_rl.declare import import_dotted
+from megatron_rl.registry import import_dotted
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollouts import Prompt
 from megatron_rl.train.user_tasks import PromptFileTask, read_prompt_file, stable_integer

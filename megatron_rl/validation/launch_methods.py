@@ -21,10 +21,11 @@ from megatron_rl.config import (
     Watchdog,
     flag_fields,
 )
-from megatron_rl.declare import POLICY_LOSSES, PolicyLoss, Registry, declared_parameters
+from megatron_rl.declare import POLICY_LOSSES, PolicyLoss, declared_parameters
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.losses.distillation import DIVERGENCES
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
+from megatron_rl.registry import Registry
 from megatron_rl.weights import AGGREGATIONS, AggregationRecord
 
 # The fields that act elsewhere than in our loss, by where. One that is set on another launch method is an error.
