@@ -117,6 +117,7 @@ JUDGES = {
     "train/trainer.py": "forward_step | accumulation train_loop checkpoints train_command",
     "train/collection.py": "rollouts | train_loop accumulation train_command",
     "train/rollouts.py": "rollouts | train_loop",
+    "train/rollout_files.py": "rollouts | train_loop",
     "train/checkpoints.py": "checkpoints | checkpoints",
     "train/generation.py": "generation | generation",
     "train/hf_": "hf",

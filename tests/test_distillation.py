@@ -266,6 +266,27 @@ def test_the_kl_is_nemo_rls_over_a_vocabulary_of_its_top_k(kind, count):
     torch.testing.assert_close(gradient, torch.autograd.grad(wanted, leaf)[0].double(), rtol=0, atol=1e-6)
 
 
+OPD = {"SLIME_ROOT": "slime/backends/megatron_utils/loss.py", "MILES_ROOT": "miles/backends/training_utils/loss_hub/opd.py"}
+
+
+@pytest.mark.parametrize("root", [pytest.param(root, marks=needs(root)) for root in OPD])
+def test_the_use_opd_of_miles_and_slime_is_a_sampled_teacher(root):
+    """Their advantages in our loss, and our teacher beside advantages without one."""
+    batch = float32(head_batch().batch)
+    labels, old, _, *given = batch.arguments()
+    scores = functions_of(source_of(root, OPD[root]), "apply_opd_kl_to_advantages")
+    advantages, teacher = torch.linspace(-1, 1, len(labels)), old - torch.linspace(0, 1, len(labels))
+    theirs = [advantages.clone()]
+    scores.apply_opd_kl_to_advantages(types.SimpleNamespace(opd_kl_coef=0.3), {"teacher_log_probs": [teacher]}, theirs, [old])
+    ours = {"distillation": DistillationSettings(coefficient=0.3), "teacher_log_probs": teacher}
+    found = []
+    for values, options in ((theirs[0], {}), (advantages, ours)):
+        leaf = batch.logits.clone().requires_grad_()
+        policy_loss("grpo", leaf, labels, old, values, *given, advantages_per="token", **options).loss.backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-7)
+
+
 # --distillation through the real GPTModel, schedule, DDP and finalize_model_grads: any layout has the gradient of one process.
 
 
@@ -363,6 +384,8 @@ def test_any_layout_has_the_gradient_of_one_process(pool, truth_of, layout, conf
 @pytest.mark.megatron
 def test_a_start_line_says_the_term():
     assert numbers_in_words(TOPK) == "clip 0.2/0.2, distillation 0.7 x reverse_kl, topk"
+    jsd = replace(TOPK, distillation_divergence="jsd", distillation_beta=0.3)
+    assert numbers_in_words(jsd) == "clip 0.2/0.2, distillation 0.7 x jsd with beta 0.3, topk"
 
 
 def error_on_rank(rank, config, fields):

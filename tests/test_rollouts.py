@@ -172,6 +172,8 @@ BAD_SAMPLES = [
         r"teacher_topk_log_probs: \[0.1\] must be a list of numbers of at most 0, or -Inf",
     ),
     ({"teacher_topk_ids": [[1, 2], [1]]}, "expected sequence of length 2"),
+    ({"teacher_prompt_logprobs": [{}, {}]}, "teacher_prompt_logprobs: must be the prompt_logprobs of vLLM, null or"),
+    ({"teacher_prompt_logprobs": [None, None, {}, {}]}, r"teacher_prompt_logprobs: must be .* own id among them \(KeyError"),
 ]
 
 
@@ -184,6 +186,20 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, changes, mes
     assert next(batches).rollout_index == 0
     with pytest.raises(DataError, match=rf"r\.jsonl, line 2, sample 1: {message}"):
         next(batches)
+
+
+def test_the_prompt_logprobs_of_vllm_are_a_teacher(tmp_path):
+    """The entry of a token that is none of the two likeliest is the third. The order of entries, and those of prompts, say nothing."""
+    first = {"6": (-4.0, 17), "3": (-0.5, 1), "8": (-1.5, 2)}
+    second = {"2": (-0.75, 2), "5": (-0.625, 1)}
+    rows = [{name: {"logprob": x, "rank": r, "decoded_token": ""} for name, (x, r) in row.items()} for row in (first, second)]
+    sample = sample_record(tokens=[8, 3, 6, 2], teacher_prompt_logprobs=[None, {"3": {"logprob": -9.0, "rank": 9}}, *rows])
+    (tmp_path / "r.jsonl").write_text(line_of(sample))
+    [batch] = load_rollouts(tmp_path / "r.jsonl", vocab_size=9)
+    [found] = batch.samples
+    assert found.teacher_topk_ids.tolist() == [[3, 8], [5, 2]]
+    assert found.teacher_topk_log_probs.tolist() == [[-0.5, -1.5], [-0.625, -0.75]]
+    assert found.teacher_log_probs.tolist() == [-4.0, -0.75]
 
 
 TWICE = line_of(sample_record(index=3), sample_record(), sample_record(index=3))

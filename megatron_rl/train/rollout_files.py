@@ -9,9 +9,10 @@ FIELDS has what a sample may hold, and routes, which are [layers with experts][t
 be null (old_log_probs null: on-policy), for all samples of a rollout together. Samples of one rollout_id are rows of one rollout,
 with one prompt_id and one reward. kept_ids are what a sampler with top-p, top-k or min-p drew each response token from,
 [response_length][ids of a set]: log-probabilities are then over these sets. teacher_topk_ids and teacher_topk_log_probs are
-[response_length][K], with one K in a file. Floats have as many digits as the same bits of float32
-need. A value at a masked token may be NaN or Infinity, and its set may be any. A last line without an end is what a killed run has
-left, and is no rollout.
+[response_length][K], with one K in a file. In place of the teacher's three fields a sample may have teacher_prompt_logprobs: what
+vLLM's server returns as prompt_logprobs where a teacher is sent the tokens of prompt and response. Floats have as many digits as
+the same bits of float32 need. A value at a masked token may be NaN or Infinity, and its set may be any. A last line without an end
+is what a killed run has left, and is no rollout.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ OF_A_LINE = {
     "vocab_size": Field("an integer of at least 1", (int,), 1, is_optional=True),
 }
 SAMPLES = Field("an object", (dict,), of="sample")
+PROMPT_LOGPROBS = "teacher_prompt_logprobs"
 NAMES = [field.name for field in dataclasses.fields(Sample)]
 # All samples of a rollout have these, or none.
 GIVEN_FOR_ALL = (*(name for name, field in FIELDS.items() if field.is_optional), "routes")
@@ -163,6 +165,27 @@ def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterato
         raise DataError(f"{path}: the file holds no rollout")
 
 
+def _teacher_of(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """The teacher's fields from vLLM's form: for each token {id: {"logprob": ..., "rank": ...}} of the K likeliest ids and of the
+    token itself, null for the first."""
+    try:
+        num_tokens, length = len(record["tokens"]), record["response_length"]
+        rows = dict(zip(range(num_tokens), record[PROMPT_LOGPROBS], strict=True))
+        entries = [rows[position] for position in range(num_tokens - length, num_tokens)]
+        own = [row[str(token)]["logprob"] for row, token in zip(entries, record["tokens"][-length:], strict=True)]
+        ranked = [sorted((entry["rank"], int(name), entry["logprob"]) for name, entry in row.items()) for row in entries]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        form = "null or {id: {logprob, rank}} for each token of prompt and response, the token's own id among them"
+        raise _wrong(place, PROMPT_LOGPROBS, f"must be the prompt_logprobs of vLLM, {form} ({error!r})") from error
+    # A token that is none of the K likeliest has a rank behind them.
+    size = min(sum(rank == number for number, (rank, *_) in enumerate(row, 1)) for row in ranked)
+    return {
+        "teacher_log_probs": own,
+        "teacher_topk_ids": [[name for _, name, _ in row[:size]] for row in ranked],
+        "teacher_topk_log_probs": [[log_prob for *_, log_prob in row[:size]] for row in ranked],
+    }
+
+
 def _wrong(place: str, name: str, problem: str) -> DataError:
     return DataError(f"{place}: {name}: {problem}")
 
@@ -185,6 +208,8 @@ def _check_fields(record: dict[str, Any], fields: dict[str, Field], place: str) 
 
 
 def _sample_of(record: dict[str, Any], place: str, vocab_size: int | None) -> Sample:
+    if record.get(PROMPT_LOGPROBS) is not None:
+        record |= _teacher_of(record, place)
     _check_fields(record, FIELDS, place)
     tokens, length = record["tokens"], record["response_length"]
     if length >= len(tokens):

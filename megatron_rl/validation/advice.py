@@ -66,5 +66,7 @@ def numbers_in_words(config: PolicyLossConfig) -> str:
     clip_words = "no clip bounds" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
     words = [clip_words, *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))]
     if config.distillation != Distillation.NONE:
-        words.append(f"distillation {config.distillation_coefficient:g} x {config.distillation_divergence}, {config.distillation}")
+        beta = f" with beta {config.distillation_beta:g}" if config.distillation_divergence == "jsd" else ""
+        term = f"{config.distillation_coefficient:g} x {config.distillation_divergence}{beta}"
+        words.append(f"distillation {term}, {config.distillation}")
     return ", ".join(words)

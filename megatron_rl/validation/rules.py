@@ -249,7 +249,10 @@ def flags_have_an_effect(launch: Settings) -> Iterator[str]:
         if is_given and launch.method not in methods:
             value = values[name]
             places = ", ".join(method for method in LaunchMethod if method in methods)
-            yield f"{name}={value!r} would be ignored on the launch method {launch.method}: {flag} works on {places}; remove it"
+            remedy = "remove it"
+            if name == "distillation" and launch.method in (LaunchMethod.CUSTOM_LOSS, LaunchMethod.REDUCER):
+                remedy += ": for sampled, --use-opd with --opd-kl-coef of miles and slime adds the same to the advantages"
+            yield f"{name}={value!r} would be ignored on the launch method {launch.method}: {flag} works on {places}; {remedy}"
 
 
 def _is_count(value: object) -> TypeGuard[int]:
