@@ -269,7 +269,7 @@ def test_the_gradient_of_a_critic_is_that_of_one_process(pool, layout):
         found = {name: shard.gradient for answer in answers for name, shard in answer.items()}
         assert found.keys() == truth_of.keys()
         error = sum(float((found[name] - value).square().sum()) for name, value in truth_of.items()) ** 0.5
-        # As in test_layouts.py: this model's float32 gradient lies up to 6e-7 from the truth on one rank, and a layout may double it.
+        # As in test_layouts.py: a float32 gradient lies up to 6e-7 from the truth on one rank, and a layout may double it.
         assert error < 2e-6 * sum(float(value.square().sum()) for value in truth_of.values()) ** 0.5
 
 
