@@ -189,17 +189,17 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, changes, mes
 
 
 def test_the_prompt_logprobs_of_vllm_are_a_teacher(tmp_path):
-    """The entry of a token that is none of the two likeliest is the third. The order of entries, and those of prompts, say nothing."""
-    first = {"6": (-4.0, 17), "3": (-0.5, 1), "8": (-1.5, 2)}
-    second = {"2": (-0.75, 2), "5": (-0.625, 1)}
+    """The entry of a token that is none of the two likeliest is the third, whether its rank is 3 or more. Entries have no order."""
+    first = {"6": (-4.0, 3), "3": (-0.5, 1), "8": (-1.5, 2)}
+    second = {"2": (-5.0, 7), "1": (-0.75, 2), "5": (-0.625, 1)}
     rows = [{name: {"logprob": x, "rank": r, "decoded_token": ""} for name, (x, r) in row.items()} for row in (first, second)]
     sample = sample_record(tokens=[8, 3, 6, 2], teacher_prompt_logprobs=[None, {"3": {"logprob": -9.0, "rank": 9}}, *rows])
     (tmp_path / "r.jsonl").write_text(line_of(sample))
     [batch] = load_rollouts(tmp_path / "r.jsonl", vocab_size=9)
     [found] = batch.samples
-    assert found.teacher_topk_ids.tolist() == [[3, 8], [5, 2]]
+    assert found.teacher_topk_ids.tolist() == [[3, 8], [5, 1]]
     assert found.teacher_topk_log_probs.tolist() == [[-0.5, -1.5], [-0.625, -0.75]]
-    assert found.teacher_log_probs.tolist() == [-4.0, -0.75]
+    assert found.teacher_log_probs.tolist() == [-4.0, -5.0]
 
 
 TWICE = line_of(sample_record(index=3), sample_record(), sample_record(index=3))
