@@ -192,8 +192,8 @@ class Microbatch:
             options["importance_weights"] = self.vector("importance")
         if settings.kl_coefficient:
             options["ref_log_probs"] = self.vector("ref")
-        if correction.is_on or loss.anchor == "rollout":
-            options |= {"rollout_log_probs": self.vector("rollout"), "correction": correction if correction.is_on else None}
+        if correction is not None or loss.anchor == "rollout":
+            options |= {"rollout_log_probs": self.vector("rollout"), "correction": correction}
         if case.counts_given:
             options["token_counts"] = torch.tensor([sum(self.step.samples[i].mask) for i in self.samples], dtype=torch.int64)
         if case.kept != "all":
@@ -336,7 +336,7 @@ def check_collectives(batch: Microbatch, begins: list[int]) -> None:
         assert kinds.count("reduce_scatter") == is_parallel and kinds.count("all_reduce") <= len(kinds) // 2 * (not is_parallel)
         return
     correction, reads_means = CorrectionSettings.of(config_of(case)), "mean_log_ratio" in get_policy_loss(case.loss).needs
-    reads_sums = correction.is_on and (correction.level != "token" or correction.sequence_delta is not None)
+    reads_sums = correction is not None and (correction.level != "token" or correction.sequence_delta is not None)
     widths = ([3] * reads_sums + [7] + [1] * reads_means) * (batch.groups.cp.size() > 1)
     assert [kind for kind, _ in over_cp] == ["all_reduce"] * len(widths), over_cp
     for (_, shape), width in zip(over_cp, widths, strict=True):

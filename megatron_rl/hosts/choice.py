@@ -280,7 +280,7 @@ def _wrong_values(
 
 def _corrections(config: PolicyLossConfig, loss: PolicyLoss, fields: Mapping[str, Given], theirs: Sequence[str]) -> Iterator[str]:
     """One correction acts, and a loss whose ratio is to the sampler has none."""
-    correction, read = CorrectionSettings.of(config), " and ".join(theirs)
+    correction, read = CorrectionSettings.of(config) or CorrectionSettings(), " and ".join(theirs)
     yield from correction.problems()
     given = [f"{fields[name].name}={fields[name].value}" for name in CORRECTION_SETTINGS if name in fields]
     if theirs and correction.is_on:

@@ -109,7 +109,7 @@ def loss_of_rows(
     Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
     """
     num_rows, width = mask.shape
-    token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
+    token_counts = mask.sum(-1)
     is_in_advantages = is_carried(config.loss_aggregation) and prompt_token_counts is None
     aggregation = "sample_mean" if is_in_advantages else config.loss_aggregation
     if totals is None:
@@ -140,7 +140,7 @@ def loss_of_rows(
         loss_parameters=config.loss_parameters,
         importance_weights=None if importance_weights is None else importance_weights.flatten(),
         rollout_log_probs=None if rollout_log_probs is None else rollout_log_probs.flatten(),
-        correction=correction if correction.is_on else None,
+        correction=CorrectionSettings.of(config),
         advantages_per="token",
         token_counts=token_counts,
         metrics=config.policy_metrics,
@@ -207,7 +207,7 @@ def step_line(
     if totals is not None and record.needs is not None and "num_tokens" in record.needs:
         known["T"] = totals.num_tokens
     parts = [title, numbers(config)]
-    if correction.is_on:
+    if correction is not None:
         low, high = correction.bounds
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
     if totals is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, LaunchMethod, PolicyMetrics, SupportUse
+from megatron_rl.config import NO_CORRECTION, Backend, LaunchMethod, PolicyMetrics, SupportUse
 from megatron_rl.declare import bounded_exp, clip_of, evaluate, get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
@@ -79,7 +79,7 @@ def custom_loss(
     )
     token_weights, mean_weights = sample_weights(launch, rows.token_counts, rows.rollout_token_counts)
     old_log_probs = _old_log_probs(launch, rows)
-    config, correction = launch.config, CorrectionSettings.of(launch.config)
+    config = launch.config
     has_metric_of_entropy = _entropy_is_reported(launch) and not config.entropy_coefficient
     options: dict[str, Any] = {
         "clip_ratio_low": config.clip_ratio_low,
@@ -93,7 +93,7 @@ def custom_loss(
         "backend": config.policy_loss_backend,
         "advantages_per": "token",
         "token_counts": rows.token_counts,
-        "correction": correction if correction.is_on else None,
+        "correction": CorrectionSettings.of(config),
         "kl_estimator": config.kl_estimator,
         "ref_log_probs": rows.per_token.get("ref_log_probs"),
         "rollout_log_probs": rows.per_token.get("rollout_log_probs"),
@@ -299,7 +299,7 @@ def host_metrics(
             kl_loss = mean(kl_estimate(_reported_kl(launch), log_probs, ref_log_probs, log_probs - old_log_probs)[0])
         metrics["kl_loss"] = kl_loss
     correction = output.correction
-    if is_basic and CorrectionSettings.of(launch.config).has_factor and correction is not None:
+    if is_basic and launch.config.importance_correction != NO_CORRECTION and correction is not None:
         metrics["ois"] = mean(bounded_exp(log_ratio))
         metrics["tis"] = mean(correction.ratios)
         metrics["tis_clipfrac"] = mean(correction.is_low | correction.is_high)

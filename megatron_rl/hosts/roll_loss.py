@@ -65,7 +65,7 @@ class RollLoss:
         """
         config, strategy, columns, totals = self.launch.config, self.strategy, data.batch, read_totals(data)
         mask = loss_mask_of(columns)
-        token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
+        token_counts = mask.sum(-1)
         needs_sampler = needs_rollout_log_probs(config)
 
         def on_this_rank(values: Tensor) -> Tensor:  # [B, S - 1] -> [B S / c]
@@ -99,7 +99,7 @@ class RollLoss:
             "loss_parameters": config.loss_parameters,
             "importance_weights": None if importance is None else on_this_rank(importance),
             "rollout_log_probs": None if sampled is None else on_this_rank(sampled),
-            "correction": correction if correction.is_on else None,
+            "correction": CorrectionSettings.of(config),
             "ref_log_probs": on_this_rank(columns["ref_log_probs"].float()) if config.kl_coefficient else None,
             "kl_coefficient": config.kl_coefficient,
             "kl_estimator": config.kl_estimator,

@@ -148,11 +148,14 @@ def terms_in_words(config: PolicyLossConfig) -> str:
     """The settings of our loss, from our flags or from the host's."""
     estimator = f" ({config.kl_estimator})" if config.kl_coefficient and config.kl_estimator != DEFAULT_KL_ESTIMATOR else ""
     terms = f"KL {config.kl_coefficient:g}{estimator}, entropy {config.entropy_coefficient:g}"
-    corrections = "".join(f", {correction}" for correction in corrections_in_words(CorrectionSettings.of(config)))
+    corrections = "".join(f", {correction}" for correction in corrections_in_words(config))
     return f"{numbers_in_words(config)}, {terms}{corrections}, temperature {config.policy_temperature:g} applied"
 
 
-def corrections_in_words(settings: CorrectionSettings) -> Iterator[str]:
+def corrections_in_words(config: PolicyLossConfig) -> Iterator[str]:
+    settings = CorrectionSettings.of(config)
+    if settings is None:
+        return
     if settings.has_factor:
         low, high = settings.bounds
         yield f"{settings.kind} by {settings.level} in [{low:g}, {high:g}]"

@@ -169,14 +169,16 @@ class CorrectionSettings:
     sequence_delta: float | None = None
 
     @classmethod
-    def of(cls, config: PolicyLossConfig) -> CorrectionSettings:
-        return cls(
+    def of(cls, config: PolicyLossConfig) -> CorrectionSettings | None:
+        """None: the config has no setting of a correction."""
+        settings = cls(
             kind=config.importance_correction,
             level=config.importance_correction_level,
             low=config.importance_correction_low,
             high=config.importance_correction_high,
             sequence_delta=config.off_policy_sequence_delta,
         )
+        return None if settings == cls() else settings
 
     @property
     def has_factor(self) -> bool:
@@ -265,7 +267,7 @@ class CorrectionSettings:
 
 def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
     """Whether the configured loss or its correction compares with the policy that sampled."""
-    return CorrectionSettings.of(config).is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
+    return CorrectionSettings.of(config) is not None or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
 
 
 def counted_twice(kind: str, policy_loss: str, setting: str | None = None) -> str:

@@ -102,7 +102,7 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
     """The oracle's loss of the whole step, 0-d float64 with the graph of the scores, which are those of scores_of. Raises DataError
     for a sample without the sampler's log-probabilities where the settings need them."""
     samples, is_of_sampler = dense_samples(step), get_policy_loss(config.policy_loss).anchor == "rollout"
-    if (is_of_sampler or CorrectionSettings.of(config).is_on) and any(sample.rollout is None for sample in samples):
+    if (is_of_sampler or CorrectionSettings.of(config) is not None) and any(sample.rollout is None for sample in samples):
         raise DataError("a sample has no rollout_log_probs, which this loss compares with: give it some")
     if is_of_sampler:  # nothing reads the old ones
         samples = [replace(sample, old=sample.rollout) for sample in samples]

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig
+from megatron_rl.config import NO_CORRECTION, Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import all_gather_objects
-from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings
+from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.megatron.context_groups import own_group_problems
 from megatron_rl.megatron.probe import probe_schedule
@@ -180,7 +180,7 @@ def step_of_term(samples: Sequence[StepSample], scores: Sequence[oracle.Scores],
         values: dict[str, Any] = {}
         if config.kl_coefficient:
             values["ref_log_probs"] = [one - numbers.gauss(0.0, 0.3) for one in new[place]]
-        if CorrectionSettings.of(config).has_factor:
+        if config.importance_correction != NO_CORRECTION:
             gaps = log_ratios_off(sample, [math.log(bound) for bound in BOUNDS[level]], numbers, level)
             values["rollout_log_probs"] = [one - gap for one, gap in zip(sample.old_log_probs or [], gaps, strict=True)]
         if config.off_policy_sequence_delta is not None:  # twice or half the bound in the mean

@@ -44,7 +44,7 @@ class ReplayedRollouts:
         sample, config, router_replay = batch.samples[0], self._trainer.config, self._options.router_replay
         if (problem := teacher_problem(config, sample)) is not None:
             return problem
-        if CorrectionSettings.of(config).is_on and sample.rollout_log_probs is None:
+        if CorrectionSettings.of(config) is not None and sample.rollout_log_probs is None:
             return (
                 "no rollout_log_probs, which the correction compares with: record the sampling engine's log-probabilities, or "
                 "remove --importance-correction and --off-policy-sequence-delta"

@@ -41,7 +41,9 @@ def own_function_problems(launch: Settings) -> Iterator[str]:
         yield from aggregation_problems(record, config.loss_aggregation_divisor)
     if launch.kl_estimator is not None and not KL_ESTIMATORS.is_built_in(config.kl_estimator):
         yield from estimator_problems(launch.kl_estimator)
-    if launch.correction is not None and not CORRECTIONS.is_built_in(settings.kind) and not list(settings.problems()):
+    if settings is None or launch.correction is None:
+        return
+    if not CORRECTIONS.is_built_in(settings.kind) and not list(settings.problems()):
         yield from correction_problems(settings)
 
 

@@ -117,6 +117,8 @@ def entropy_of_a_loss_is_known(launch: Settings) -> Iterator[str]:
 def corrections_fit(launch: Settings) -> Iterator[str]:
     """A wrong level is reported with the other choices."""
     correction, loss = CorrectionSettings.of(launch.config), launch.loss
+    if correction is None:
+        return
     if (correction.has_factor and launch.correction is None) or correction.level not in tuple(CorrectionLevel):
         return
     yield from correction.problems()
