@@ -43,6 +43,7 @@ JUDGES = {
     "": "contracts generated_steps",
     "arguments.py": "settings",
     "train/accumulation.py": "accumulation",
+    "formula.py": "counts own refused explain",
     "weights.py": "counts own declare refused generated_steps",
     "count.py": "counts refused no_waits",
     "validation/weight_words.py": "own explain",

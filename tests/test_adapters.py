@@ -32,10 +32,11 @@ from adapter_cases import (
 from helpers import pool_of
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.formula import Formula
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.contract import Contract
 from megatron_rl.testing.reference import CLIPS
-from megatron_rl.weights import Formula, get_loss_aggregation
+from megatron_rl.weights import formula_value, get_loss_aggregation
 
 pool = pool_of(4)
 ADAPTERS = adapters()
@@ -245,7 +246,7 @@ def test_the_factors_of_the_step_are_those_that_explain_declares(adapter):
     _, of_step = adapter.module.stages(Formula(), get_loss_aggregation("sample_mean"), per_token=False)
     declared = math.prod((formula for _, formula, _ in of_step), start=Formula())
     by_hand = adapter.host_factor(case, num_microbatches) * adapter.factor(case, num_microbatches)
-    assert declared.evaluate({"dp": case.dp, "cp": case.cp, "M": num_microbatches}) == pytest.approx(by_hand)
+    assert formula_value(declared, {"dp": case.dp, "cp": case.cp, "M": num_microbatches}) == pytest.approx(by_hand)
 
 
 # What is said

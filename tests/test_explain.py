@@ -31,13 +31,14 @@ from megatron_rl.commands.explain.stock import (
 )
 from megatron_rl.count import StepTotals
 from megatron_rl.errors import ConfigError
+from megatron_rl.formula import Formula
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch
-from megatron_rl.weights import Formula, get_loss_aggregation, loss_aggregation_names
+from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
 
 # Step S of tests/helpers.py; the last response has no unmasked token.
 S = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b", "--loss-masks", "11,1111,1,000"]

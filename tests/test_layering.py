@@ -18,7 +18,7 @@ from forked import forget, forked
 # is megatron_rl itself; benchmarks/ lies beside it, and the wheel does not hold it.
 LAYERS = (
     ("errors", "config"),
-    ("files", "layout", "registry"),
+    ("files", "layout", "registry", "formula"),
     ("ops", "count", "declare"),
     ("weights", "losses"),
     ("metrics",),

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_rl.errors import ConfigError, place_of
-from megatron_rl.weights import Formula
+from megatron_rl.formula import Formula
 
 Stage = tuple[str, Formula, str]  # name, factor, what it does
 # What multiplies a token's weight after the loss function has returned, in Megatron-Core 0.16 to 0.20.

@@ -28,6 +28,7 @@ from typing import Any, TypeGuard
 from megatron_rl.config import LARGEST_RATIO
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError
+from megatron_rl.formula import Formula
 from megatron_rl.hosts.choice import DIVISOR, Given, Launch, Offer, Reader, make_launch, typed_if, value_at
 from megatron_rl.hosts.contract import SUMMED, TIMES_CP, Contract, Stage
 from megatron_rl.hosts.dense_rows import is_carried, numbers
@@ -37,7 +38,7 @@ from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import end_after_check
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.kl import KL_ESTIMATORS
-from megatron_rl.weights import AggregationRecord, Formula
+from megatron_rl.weights import AggregationRecord
 
 TITLE, PROBED = "NeMo-RL", "NVIDIA-NeMo/RL 7ea279abf"
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = False, "its Megatron worker always sets it"

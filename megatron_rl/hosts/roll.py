@@ -27,6 +27,7 @@ from typing import Any
 from megatron_rl.arguments import read_switch
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR
 from megatron_rl.errors import ConfigError
+from megatron_rl.formula import Formula
 from megatron_rl.hosts.choice import (
     DIVISOR,
     SWITCHES,
@@ -41,7 +42,7 @@ from megatron_rl.hosts.choice import (
 )
 from megatron_rl.hosts.contract import AVERAGED, TIMES_CP, Contract, Stage
 from megatron_rl.hosts.sampler_rule import Sampler
-from megatron_rl.weights import AggregationRecord, Formula, get_loss_aggregation
+from megatron_rl.weights import AggregationRecord, get_loss_aggregation
 
 TITLE, PROBED = "ROLL", "alibaba/ROLL 8eb27cc2"
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = False, "ROLL's factors are made for the mean over ranks, and our worker refuses it"

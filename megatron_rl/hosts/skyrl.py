@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_rl.declare import get_policy_loss
 from megatron_rl.errors import ConfigError
+from megatron_rl.formula import Formula
 from megatron_rl.hosts.choice import DIVISOR, Given, Launch, Offer, Reader, make_launch, read_word, typed_if
 from megatron_rl.hosts.contract import AVERAGED, TIMES_CP, Contract, Stage
 from megatron_rl.hosts.dense_rows import EACH_ROW, Rollouts, loss_of_rows, metrics_of
@@ -36,7 +37,7 @@ from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.skyrl_driver import METHODS, TRAINER, count_trajectories
 from megatron_rl.hosts.start_check import end_after_check, end_with_problems
 from megatron_rl.losses.corrections import needs_rollout_log_probs
-from megatron_rl.weights import AggregationRecord, Formula
+from megatron_rl.weights import AggregationRecord
 
 TITLE, PROBED = "SkyRL", "NovaSky-AI/SkyRL a9564572e"
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = True, "SkyRL's factors are made for the mean over ranks"

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_rl.declare import declared_parameters, get_policy_loss
 from megatron_rl.errors import ConfigError
+from megatron_rl.formula import Formula
 from megatron_rl.hosts.choice import (
     CORRECTION_SETTINGS,
     DIVISOR,
@@ -43,7 +44,7 @@ from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import CHECK_VARIABLE
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.validation.own_functions import estimator_problems
-from megatron_rl.weights import AggregationRecord, Formula, get_loss_aggregation
+from megatron_rl.weights import AggregationRecord, get_loss_aggregation
 
 TITLE, PROBED, PREFIX = "verl", "verl-project/verl 1dda039b9", "megatron_rl."
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = True, None

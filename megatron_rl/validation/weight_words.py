@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rl.weights import TOKEN_MEAN, AggregationRecord, Formula
+from megatron_rl.formula import Formula
+from megatron_rl.weights import TOKEN_MEAN, AggregationRecord, formula_value
 
 # Strength against sample_mean -> samples. The weights of sample i are multiplied by m_i / (mean tokens of these): 1 on average.
 MEANS = {
@@ -25,7 +26,7 @@ def weight_in_words(record: AggregationRecord, known: Mapping[str, float | None]
     steps = [{}, {"L": names["L"]} if "L" in names else {}, names]
     texts = list(dict.fromkeys(formula.with_names(step) for step in steps))
     if numbers.keys() == formula.powers.keys():
-        texts.append(f"{formula.evaluate(numbers):.4g}")
+        texts.append(f"{formula_value(formula, numbers):.4g}")
     return " = ".join(texts)
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.commands.launch_config import needs_reward_hook
 from megatron_rl.config import GradientDivisor, LaunchMethod
+from megatron_rl.formula import Formula
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
 from megatron_rl.hosts.contract import AVERAGED, SUMMED, Stage
-from megatron_rl.weights import TOKEN_MEAN, Formula
+from megatron_rl.weights import TOKEN_MEAN, formula_value
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
@@ -119,11 +120,11 @@ def _chain(sample_stages: Sequence[Stage], rest: Sequence[Stage], weighing: Weig
     left_over = net / asked
     factors: list[Factor] = []
     for stage, formula, does in (*sample_stages, *rest):
-        values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
+        values = torch.as_tensor(formula_value(formula, symbols), dtype=torch.float64).expand(counts.num_samples)
         values = torch.where(has_tokens, values, 0.0) if len(factors) < len(sample_stages) else values
         factors.append(Factor(stage, formula, values, _has_a_part(formula, left_over), does))
     net_weights = torch.stack([factor.values for factor in factors]).prod(0)
-    ratio = net_weights[has_tokens] / (weighing.token_weights * divided.evaluate(symbols))[has_tokens]
+    ratio = net_weights[has_tokens] / (weighing.token_weights * formula_value(divided, symbols))[has_tokens]
     return Chain(factors, net, asked, left_over, net_weights, ratio)
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from megatron_rl.commands.explain.report import columns
 from megatron_rl.commands.explain.weights import short
 from megatron_rl.errors import ConfigError
-from megatron_rl.weights import TOKEN_MEAN, Formula
+from megatron_rl.formula import Formula
+from megatron_rl.weights import TOKEN_MEAN, formula_value
 
 SAMPLE_MEAN, CONSTANT = Formula(N=-1, m_i=-1), Formula(L=-1, N=-1)
 PROMPT_MEAN = Formula(P=-1, M_g=-1)
@@ -134,7 +135,7 @@ def weights_of(weight: Formula, layout: Layout, divisor: float | None, prompts: 
     for (num_parts, part, count), prompt in zip(samples, prompts, strict=True):
         part_counts = {"M": num_parts, "T_b": sum(part), "N_b": len(part), "L_b": max(part)}
         sample_counts = {"m_i": count, "M_g": prompt_tokens[prompt]}
-        weights.append(weight.evaluate(step_counts | part_counts | sample_counts) if count else 0.0)
+        weights.append(formula_value(weight, step_counts | part_counts | sample_counts) if count else 0.0)
     return weights
 
 
