@@ -17,10 +17,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, EmptyStep, GroupSizeError
-from megatron_rl.layout.groups import Group, all_gather_stack, check_dp_group_excludes_cp, group_device, resolve_group
+from megatron_rl.layout.groups import (
+    Group,
+    all_gather_stack,
+    group_device,
+    initialised_parallel_state,
+    process_group,
+    resolve_group,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +167,25 @@ def count_step(
             sizes = prompt_of.bincount()
             _check_group_sizes(sizes, prompt_numbers[here], prompt_ids or [], samples_per_prompt, allow_partial_prompt_groups, kind)
     return StepCounts(StepTotals(num_samples, num_prompts, num_tokens, num_rollouts), own.tokens, prompt_tokens, rollouts)
+
+
+def check_dp_group_excludes_cp(dp_group: Group) -> None:
+    """Raises ConfigError where dp_group holds ranks that have the same samples, of cp, tp or pp: each would be counted so often."""
+    parallel_state = initialised_parallel_state()
+    if parallel_state is None or dp_group.size() == 1:
+        return
+    dp_ranks = set(dist.get_process_group_ranks(process_group(dp_group)))
+    for name, group in (
+        ("context", parallel_state.get_context_parallel_group()),
+        ("tensor", parallel_state.get_tensor_model_parallel_group()),
+        ("pipeline", parallel_state.get_pipeline_model_parallel_group()),
+    ):
+        shared = dp_ranks.intersection(dist.get_process_group_ranks(group))
+        if len(shared) > 1:
+            raise ConfigError(
+                f"dp_group holds the {name}-parallel ranks {sorted(shared)}, whose samples are the same: each would be counted "
+                f"{len(shared)} times; pass get_data_parallel_group() or None"
+            )
 
 
 def prompt_digest(prompt_id: int | str, kind: str = "prompt") -> int:

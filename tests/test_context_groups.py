@@ -14,10 +14,10 @@ import torch
 from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.layout.groups import make_context_groups, resolve_groups
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import probe
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
-from megatron_rl.megatron.context_groups import hybrid_data
+from megatron_rl.megatron.context_groups import hybrid_data, make_context_groups
 from megatron_rl.megatron.head import packed_params_of
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.responses import response_log_probs

@@ -4,7 +4,6 @@ fixed order."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, cast
 
@@ -78,8 +77,8 @@ _ACCESSORS: dict[str, tuple[str, dict[str, bool], str]] = {
 }
 
 
-def _initialised_parallel_state() -> Any:  # the module, or None
-    # If Megatron is initialised it has been imported. So a lookup is enough, and `import megatron_rl` does not need megatron.core.
+def initialised_parallel_state() -> Any:
+    """megatron.core.parallel_state; None before it is initialised. No import: where it is initialised, it has been imported."""
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is None or not parallel_state.model_parallel_is_initialized():
         return None
@@ -100,7 +99,7 @@ def resolve_group(group: Group | None, name: str) -> Group:
                 "or layout.groups.SINGLE for one rank"
             )
         return group
-    parallel_state = _initialised_parallel_state()
+    parallel_state = initialised_parallel_state()
     if parallel_state is None:
         return SINGLE
     accessor, keywords, _ = _ACCESSORS[name]
@@ -213,54 +212,6 @@ def have_same_ranks(first: Group, second: Group) -> bool:
         return True
     members = [dist.get_process_group_ranks(process_group(group)) for group in (first, second) if group.size() > 1]
     return len(members) == 2 and members[0] == members[1]
-
-
-def make_context_groups(sizes: Iterable[int], dp_cp_group: Group | None = None) -> dict[int, Group]:
-    """{size: this rank's context-parallel group of that size}, of neighbours in the dp-cp group, as Megatron-Core makes them.
-
-    They are for micro-batches with groups of their own. torch.distributed.new_group makes each, so every rank of the world calls
-    this function, with the same sizes, in the same order as its other calls of new_group. A group of one rank is a process group
-    too, because the layers of a model ask torch for its ranks.
-    Communication: one all-gather over the world, and the making of groups.
-    Raises ConfigError for a size that does not divide the dp-cp group.
-    """
-    dp_cp_group = resolve_group(dp_cp_group, "dp_cp")
-    sizes = sorted(set(sizes))
-    wrong = [size for size in sizes if size < 1 or dp_cp_group.size() % size]
-    if wrong:
-        size = dp_cp_group.size()
-        choices = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-        raise ConfigError(f"context-parallel sizes {wrong} do not divide the {size} ranks of dp x cp: choose of {choices}")
-    world = world_group()
-    own = dist.get_process_group_ranks(process_group(dp_cp_group)) if dp_cp_group.size() > 1 else [dist.get_rank()]
-    ranks = torch.tensor(own, device=group_device(world))
-    found: dict[int, Group] = {}
-    for members in sorted({tuple(row) for row in all_gather_stack(ranks, world).tolist()}):
-        for size in sizes:
-            for start in range(0, len(members), size):
-                group = dist.new_group(list(members[start : start + size]))
-                if dist.get_rank() in members[start : start + size]:
-                    found[size] = group
-    return found
-
-
-def check_dp_group_excludes_cp(dp_group: Group) -> None:
-    """Raises ConfigError where dp_group holds ranks that have the same samples, of cp, tp or pp: each would be counted so often."""
-    parallel_state = _initialised_parallel_state()
-    if parallel_state is None or dp_group.size() == 1:
-        return
-    dp_ranks = set(dist.get_process_group_ranks(process_group(dp_group)))
-    for name, group in (
-        ("context", parallel_state.get_context_parallel_group()),
-        ("tensor", parallel_state.get_tensor_model_parallel_group()),
-        ("pipeline", parallel_state.get_pipeline_model_parallel_group()),
-    ):
-        shared = dp_ranks.intersection(dist.get_process_group_ranks(group))
-        if len(shared) > 1:
-            raise ConfigError(
-                f"dp_group holds the {name}-parallel ranks {sorted(shared)}, whose samples are the same: each would be counted "
-                f"{len(shared)} times; pass get_data_parallel_group() or None"
-            )
 
 
 def start_reduce_scatter_sum(values: Tensor, group: Group) -> Pending:  # [size * n, *] -> [n, *]

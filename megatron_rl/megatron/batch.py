@@ -123,7 +123,7 @@ def make_padded_batch(
     """One sample a row (bshd), padded to `row_length`. Further rows are padding, so that shapes are equal over a pipeline.
     A batch has at least one row, because a rank without samples still runs the collectives of the model.
 
-    cp_group: of this micro-batch. It need not be the model's: layout.groups.make_context_groups makes some of other sizes.
+    cp_group: of this micro-batch. It need not be the model's: context_groups.make_context_groups makes some of other sizes.
 
     Raises DataError for more samples than rows, for a row that is no multiple of 2 cp_size, for a sample longer than the row and
     for tensors of different lengths.

@@ -1,4 +1,4 @@
-"""Gives layers, and Megatron-Core's hybrid schedule, micro-batches whose context-parallel group is not the model's.
+"""Makes context-parallel groups of single micro-batches, and gives them to layers and to Megatron-Core's hybrid schedule.
 
 PackedSeqParams has a place for the group. Rotary positions and core attention read it there, with one exception: releases to 0.19
 rotate the documents of a packed row by the model's own group. Hooks on the attention layers close that gap, as Megatron-Core's
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import Group, process_group, resolve_groups
+from megatron_rl.layout.groups import (
+    Group,
+    all_gather_stack,
+    group_device,
+    process_group,
+    resolve_group,
+    resolve_groups,
+    world_group,
+)
 from megatron_rl.megatron.attention import PackedAttention
 from megatron_rl.megatron.batch import ForwardInput
 from megatron_rl.megatron.model import find_gpt_model
@@ -38,6 +46,35 @@ _SETTINGS = (
     "enable_cuda_graph",
     "cuda_graph_impl",
 )
+
+
+def make_context_groups(sizes: Iterable[int], dp_cp_group: Group | None = None) -> dict[int, Group]:
+    """{size: this rank's context-parallel group of that size}, of neighbours in the dp-cp group, as Megatron-Core makes them.
+
+    They are for micro-batches with groups of their own. torch.distributed.new_group makes each, so every rank of the world calls
+    this function, with the same sizes, in the same order as its other calls of new_group. A group of one rank is a process group
+    too, because the layers of a model ask torch for its ranks.
+    Communication: one all-gather over the world, and the making of groups.
+    Raises ConfigError for a size that does not divide the dp-cp group.
+    """
+    dp_cp_group = resolve_group(dp_cp_group, "dp_cp")
+    sizes = sorted(set(sizes))
+    wrong = [size for size in sizes if size < 1 or dp_cp_group.size() % size]
+    if wrong:
+        size = dp_cp_group.size()
+        choices = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        raise ConfigError(f"context-parallel sizes {wrong} do not divide the {size} ranks of dp x cp: choose of {choices}")
+    world = world_group()
+    own = dist.get_process_group_ranks(process_group(dp_cp_group)) if dp_cp_group.size() > 1 else [dist.get_rank()]
+    ranks = torch.tensor(own, device=group_device(world))
+    found: dict[int, Group] = {}
+    for members in sorted({tuple(row) for row in all_gather_stack(ranks, world).tolist()}):
+        for size in sizes:
+            for start in range(0, len(members), size):
+                group = dist.new_group(list(members[start : start + size]))
+                if dist.get_rank() in members[start : start + size]:
+                    found[size] = group
+    return found
 
 
 def params_with_group(model: nn.Module, config: TransformerConfig, batch: ForwardInput, group: Group) -> object:

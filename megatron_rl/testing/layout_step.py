@@ -20,11 +20,11 @@ from megatron_rl.layout.groups import (
     all_reduce_sum,
     broadcast_from_last,
     group_device,
-    make_context_groups,
     resolve_group,
     resolve_groups,
 )
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
+from megatron_rl.megatron.context_groups import make_context_groups
 from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.rotary import Rotary

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.count import check_dp_group_excludes_cp
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import (
     Group,
     all_gather_stack,
     all_reduce_sum,
-    check_dp_group_excludes_cp,
     group_device,
     resolve_group,
 )
