@@ -18,9 +18,10 @@ from loss_backends import KERNEL
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.declare import LossValue, LossValues, evaluate, get_policy_loss, policy_loss_names
+from megatron_rl.declare import LossValue, get_policy_loss, policy_loss_names
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionValue
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLValue, kl_estimate
+from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
 
 # Losses
 

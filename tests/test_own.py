@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_rl import register_correction
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import LossValue, evaluate, get_policy_loss, register_policy_loss
+from megatron_rl.declare import LossValue, get_policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.checks import check_launch
@@ -34,6 +34,7 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.policy_loss import importance_correction, policy_loss
+from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.testing import oracle
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.validation import Settings, find_problems

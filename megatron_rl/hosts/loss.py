@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import NO_CORRECTION, Backend, LaunchMethod, PolicyMetrics, SupportUse
-from megatron_rl.declare import bounded_exp, clip_of, evaluate, get_policy_loss
+from megatron_rl.declare import bounded_exp, clip_of, get_policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
@@ -35,6 +35,7 @@ from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.policy_loss.inputs import mean_of_documents, not_none
+from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.weights import sample_token_weights
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.

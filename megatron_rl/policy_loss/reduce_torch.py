@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import PolicyMetrics
-from megatron_rl.declare import LossValues, PolicyLoss, bounded_exp, evaluate
+from megatron_rl.config import LOG_RATIO_BOUND, PolicyMetrics
+from megatron_rl.declare import LossValue, PolicyLoss, bounded_exp, checked_result
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.losses.corrections import Correction
@@ -34,6 +34,70 @@ from megatron_rl.policy_loss.inputs import (
     sum_columns,
     vectors_of_samples,
 )
+
+
+class LossValues(NamedTuple):
+    """A LossValue with all its fields, detached."""
+
+    value: Tensor  # [*]
+    derivative: Tensor  # [*] d value / d log-probability
+    is_clipped: Tensor  # [*] bool
+
+
+def evaluate(
+    loss: PolicyLoss,
+    log_ratio: Tensor,  # [*] of tokens or samples
+    advantages: Tensor,  # [*]
+    log_probs: Tensor,  # [*] of tokens, or means of samples
+    keywords: Mapping[str, float],  # clip and parameters
+    vectors: Mapping[str, Tensor],  # [*] the further inputs that the loss declares
+    *,
+    prefers_autograd: bool = False,  # even where the loss gives a derivative, unless its value has no graph
+) -> LossValues:
+    """Calls an elementwise loss on copies of its inputs. Raises DataError for a result of another shape or dtype.
+
+    The derivative is the sum of those by log_ratio and log_probs; autograd computes it where the loss gives none, and with
+    prefers_autograd wherever it can. The derivative through log_ratio is 0 beyond its bound: autograd does not go through it
+    there, and one that the loss gives is 0 there, unless the loss takes log_probs and so has another derivative.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        # A tensor made in inference mode cannot be differentiated; a copy made outside can.
+        leaves = [log_ratio.detach().clone().requires_grad_()]
+        is_beyond = leaves[0].detach().abs() > LOG_RATIO_BOUND  # false for NaN, which passes through
+        given = [torch.where(is_beyond, leaves[0].detach(), leaves[0]), advantages.detach().clone()]
+        if loss.takes_log_probs:
+            leaves.append(log_probs.detach().clone().requires_grad_())
+            given.append(leaves[1].clone())
+        returned = loss.function(*given, **{name: vector.detach().clone() for name, vector in vectors.items()}, **keywords)
+        result = returned if isinstance(returned, LossValue) else LossValue(returned)
+        remedy = ", one number for each of its inputs; return megatron_rl.LossValue(value, derivative, is_clipped)"
+        for name, tensor, like in (
+            ("its value", result.value, log_ratio),
+            ("its derivative", result.derivative, log_ratio),
+            ("its is_clipped", result.is_clipped, is_beyond),
+        ):
+            if tensor is not None or name == "its value":
+                checked_result(f"policy loss {loss.name!r}", name, tensor, like, remedy)
+        derivative = None if prefers_autograd and result.value.requires_grad else result.derivative
+        if derivative is None:
+            derivative = _derivative(loss, result.value, leaves)
+        elif not loss.takes_log_probs:
+            derivative = torch.where(is_beyond, 0.0, derivative)
+    is_clipped = torch.zeros_like(log_ratio, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
+    return LossValues(result.value.detach(), derivative.detach(), is_clipped)
+
+
+def _derivative(loss: PolicyLoss, value: Tensor, leaves: list[Tensor]) -> Tensor:
+    if not value.requires_grad:
+        return torch.zeros_like(value)
+    gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+    found = [gradient for gradient in gradients if gradient is not None]
+    if not found:
+        raise DataError(
+            f"policy loss {loss.name!r} returned a value with a gradient of its own, and none by log_ratio or log_probs: compute "
+            "it from them; a number that is trained elsewhere, such as a torch.nn.Parameter, must be detached"
+        )
+    return sum(found[1:], found[0])
 
 
 @torch.no_grad()

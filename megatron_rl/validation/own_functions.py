@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND, CorrectionLevel, PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import POLICY_LOSSES, evaluate, get_policy_loss
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionSettings, correct
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator, KLValue, kl_estimate
+from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.validation.launch_methods import Settings
 from megatron_rl.weights import AGGREGATIONS, AggregationRecord, sample_token_weights
 
