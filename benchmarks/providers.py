@@ -19,7 +19,6 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.backends import (
     GradientConfiguration,
     StatisticsConfiguration,
-    one_read_configuration,
     resolve_backend,
     vocab_shard,
 )
@@ -184,6 +183,8 @@ def one_read(problem: LogitsProblem, guess: float | None = None) -> Step:
     resolve_backend(Backend.TRITON, problem.logits)  # says what is missing
     if get_policy_loss(problem.case.loss).level != "token":
         raise Unavailable(NOT_SUPPORTED, "a coefficient needs the whole sample: two kernels")
+    from megatron_rl.ops.rows_triton import one_read_configuration
+
     rows, columns = problem.logits.shape
     if one_read_configuration(rows, columns * problem.logits.itemsize, problem.logits.device) is None:
         raise Unavailable(NOT_SUPPORTED, "the rows are too few: two kernels")

@@ -50,7 +50,6 @@ from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs, step_metrics
-from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.distribution import HeadTeacher, LogitsTeacher, TopKTeacher
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
@@ -219,20 +218,18 @@ class Answer:
     pairs: dict[str, Tensor]
 
 
-# Each shape of a kernel fits, and documents of a few tokens have several blocks.
-ONE_READ = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
-
-
 @contextlib.contextmanager
 def small_kernels():
+    """Each shape of a kernel fits, and documents of a few tokens have several blocks."""
     if not HAS_TRITON:
         yield
         return
     from megatron_rl.ops import rows_triton
     from megatron_rl.policy_loss.reduce_triton import reduce_triton
 
+    configuration = rows_triton.OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
     with (
-        mock.patch.object(rows_triton, "one_read_configuration", lambda *sizes: ONE_READ),
+        mock.patch.object(rows_triton, "one_read_configuration", lambda *sizes: configuration),
         mock.patch.dict(reduce_triton.__wrapped__.__kwdefaults__, block=4),
     ):
         yield

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.declare import policy_loss_names
 from megatron_rl.layout import SINGLE
-from megatron_rl.ops import backends
 from megatron_rl.ops.linear_head import (
     TEMPORARY_BYTES,
     HeadOptions,
@@ -95,7 +94,9 @@ def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace, declared, mo
     """A graph holds launches and addresses and nothing that the host decided by looking: other logits give their own results."""
     options = {"inplace": inplace, "metrics": "with_entropy"} | ({} if declared == "nothing" else {"loss_scale": 2.0})
     if declared.endswith("one read"):  # 24 rows are else too few for one kernel
-        monkeypatch.setattr(backends, "FEWEST_WAVES", 0)
+        from megatron_rl.ops import rows_triton
+
+        monkeypatch.setattr(rows_triton, "FEWEST_WAVES", 0)
     if declared == "assumed, one read":  # the first call delivers what the others assume
         options["loss_scale"] = AssumedScale()
     leaf, step = capturable_step(functools.partial(without_needless_clip, policy_loss, name), options)

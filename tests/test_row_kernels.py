@@ -29,13 +29,10 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.backends import (
-    ROWS_AT_ONCE,
     GradientConfiguration,
-    OneReadConfiguration,
     StatisticsConfiguration,
     VocabShard,
     gradient_like,
-    one_read_configuration,
     vocab_shard,
 )
 from megatron_rl.ops.log_probs_torch import merge_shards
@@ -51,7 +48,7 @@ from megatron_rl.ops.log_probs_triton import (
     merge_shards_triton,
     row_results_triton,
 )
-from megatron_rl.ops.rows_triton import unit_gradient
+from megatron_rl.ops.rows_triton import ROWS_AT_ONCE, OneReadConfiguration, one_read_configuration, unit_gradient
 
 pytestmark = pytest.mark.kernel
 IS_INTERPRETED = KERNEL_DEVICE == "cpu"
@@ -331,7 +328,8 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 @pytest.fixture(autouse=True)
 def one_processor(monkeypatch):
     """A few rows are two waves, as in the interpreter: a GPU's processors would leave them to the two kernels."""
-    monkeypatch.setattr(backends, "num_processors", lambda device: backends.PROCESSORS_OF_A_CPU)
+    for module in (backends, rows_triton):
+        monkeypatch.setattr(module, "num_processors", lambda device: backends.PROCESSORS_OF_A_CPU)
 
 
 @contextlib.contextmanager
@@ -600,7 +598,7 @@ def test_two_kernels_stay_without_a_gradient_a_factor_or_adjacent_columns():
     ],
 )
 def test_shape_and_cache_choose_the_program(monkeypatch, num_rows, num_columns, itemsize, num_warps):
-    monkeypatch.setattr(backends, "num_processors", lambda device: 132)
-    monkeypatch.setattr(backends, "cache_bytes", lambda device: 50 << 20)
+    monkeypatch.setattr(rows_triton, "num_processors", lambda device: 132)
+    monkeypatch.setattr(rows_triton, "cache_bytes", lambda device: 50 << 20)
     found = one_read_configuration(num_rows, num_columns * itemsize, torch.device("cuda"))
     assert (None if found is None else found.num_warps) == num_warps

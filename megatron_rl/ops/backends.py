@@ -397,32 +397,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
 PROGRAMS_PER_PROCESSOR = 8
 # A split with fewer full tiles spends most of its time on its first load and on the merge.
 SMALLEST_SPLIT_IN_TILES = 4
-# Of the L2 cache, what the rows under way at once may take. The rest is for the vectors and for lines on their way out.
-#
-# Measured on an H100 (132 multiprocessors, 50 MiB of L2, Triton 3.6, 2026-11-28): GRPO with a declared factor, forward and backward
-# of 4 GiB of bfloat16 logits, with two kernels and with one kernel of 8, 16 and 32 warps; the median of five. Time of the program
-# that this share takes, over that of two kernels:
-#
-#     columns     16,384    32,768    65,536    98,304    151,936    262,144    524,288
-#     warps            8        16        32        32         32         32         32
-#     in place      0.63      0.75      0.80      0.76       0.81       0.86       0.91
-#
-# Out of place it is 0.73 to 0.92: in no shape are two kernels faster. At 151,936 columns the rows of fewer warps do not fit: they
-# take 0.86 with 16 warps, 0.93 with 8.
-CACHE_SHARE = 0.8
-# A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
-# program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
-# They bound each binary. At the 45 to 64 registers compiled for sm_90 two of 16 warps start, or four or five of 8. At the 40 of
-# one_read without a loss on sm_100 three and six do (docs/kernels.md). So a smaller number would let more rows into the cache than
-# it holds.
-ROWS_AT_ONCE, MAX_REGISTERS = {8: 6, 16: 3, 32: 1}, 64
-# With fewer waves of programs, the last one leaves too many multiprocessors idle: at 2, two thirds of the device work at least.
-FEWEST_WAVES = 2
-LANES_OF_A_WARP, TILES, COLUMNS_OF_A_LANE = 32, 2, 16
 # The interpreter runs one program at a time.
 PROCESSORS_OF_A_CPU = 1
-# There is no memory to save where kernels are interpreted: the number of an H100, so that the same shapes take the same kernels.
-CACHE_OF_A_CPU = 50 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,16 +418,6 @@ class GradientConfiguration:
     block: int = 4096
     num_warps: int = 8
     splits: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OneReadConfiguration:
-    """A program: `lanes` with `tiles` 128-bit loads in flight in the first walk, `block` columns at a time in the second."""
-
-    lanes: int
-    tiles: int
-    block: int
-    num_warps: int
 
 
 STATISTICS_DEFAULTS = StatisticsConfiguration()
@@ -477,25 +443,3 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return PROCESSORS_OF_A_CPU
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """The size of the L2 cache."""
-    if device.type != "cuda":
-        return CACHE_OF_A_CPU
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
-
-
-def one_read_configuration(num_rows: int, row_bytes: int, device: torch.device) -> OneReadConfiguration | None:
-    """The program with the most rows at once that fit the cache, else the one with the fewest; None: the rows are too few.
-
-    row_bytes: of a row that is read. Only numbers that the host knows.
-    """
-    for num_warps, rows_at_once in ROWS_AT_ONCE.items():
-        rows = rows_at_once * num_processors(device)
-        fits = rows * row_bytes <= CACHE_SHARE * cache_bytes(device) or rows_at_once == min(ROWS_AT_ONCE.values())
-        if fits and num_rows >= FEWEST_WAVES * rows:
-            lanes = LANES_OF_A_WARP * num_warps
-            return OneReadConfiguration(lanes, TILES, COLUMNS_OF_A_LANE * lanes, num_warps)
-    return None

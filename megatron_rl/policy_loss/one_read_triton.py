@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.declare import PolicyLoss
-from megatron_rl.ops.backends import OneReadConfiguration, VocabShard, gradient_like
-from megatron_rl.ops.rows_triton import plan_one_read, run_one_read
+from megatron_rl.ops.backends import VocabShard, gradient_like
+from megatron_rl.ops.rows_triton import OneReadConfiguration, plan_one_read, run_one_read
 from megatron_rl.ops.scale import Assumption
 from megatron_rl.policy_loss.inputs import LossBatch, LossOptions, further_inputs
 from megatron_rl.policy_loss.reduce_triton import loss_arguments, reduce_triton
