@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import INIT_LINE
 from megatron_rl.hosts.run import Run, Runs
-from megatron_rl.layout.groups import maxima_anywhere, resolve_groups
+from megatron_rl.layout.agreement import maxima_anywhere
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.ops.scale import AssumedScale
 

@@ -23,7 +23,8 @@ from megatron_rl.hosts.heads.placed_head import take_over
 from megatron_rl.hosts.heads.skipped_log_probs import leave_out_forward
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.run import ranks_in_words
-from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
+from megatron_rl.layout.agreement import maxima_anywhere
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.installed import unscaled_indexer

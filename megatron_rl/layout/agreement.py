@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.layout.groups import Group, all_gather_stack, group_device, process_group, world_group
+from megatron_rl.layout.groups import (
+    Group,
+    ParallelGroups,
+    all_gather_stack,
+    all_reduce_max,
+    group_device,
+    process_group,
+    world_group,
+)
 
 # One message of a rank, padded to this size: about thirty values of 60 characters, or the text of an error.
 MESSAGE_BYTES = 4096
@@ -188,3 +196,11 @@ def all_gather_objects(mine: T) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=process_group(world_group()))
     return everyone
+
+
+def maxima_anywhere(values: Tensor, groups: ParallelGroups) -> list[int]:  # [k]
+    """The maxima over all ranks: over dp-cp, then pp, then tp, which together reach each rank. An all-reduce each; synchronises."""
+    for group in (groups.dp_cp, groups.pp, groups.tp):
+        if group.size() > 1:
+            values = all_reduce_max(values.to(group_device(group)), group)
+    return values.tolist()

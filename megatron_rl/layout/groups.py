@@ -177,14 +177,6 @@ def group_device(group: Group) -> torch.device:
     return torch.device("cpu")
 
 
-def maxima_anywhere(values: Tensor, groups: ParallelGroups) -> list[int]:  # [k]
-    """The maxima over all ranks: over dp-cp, then pp, then tp, which together reach each rank. An all-reduce each; synchronises."""
-    for group in (groups.dp_cp, groups.pp, groups.tp):
-        if group.size() > 1:
-            values = all_reduce_max(values.to(group_device(group)), group)
-    return values.tolist()
-
-
 class Pending:
     """A collective that runs: call `wait` before the values are used. At group size 1 there is none, and `wait` returns at once."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LARGEST_RATIO, NO_CORRECTION, CorrectionLevel, PolicyLossConfig
-from megatron_rl.declare import bounded_exp, checked_result, get_policy_loss
+from megatron_rl.declare import PolicyLoss, bounded_exp, checked_result, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, all_reduce_sum, document_sums, spread
 from megatron_rl.registry import Function, Registry, check_signature
@@ -268,6 +268,19 @@ class CorrectionSettings:
 def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
     """Whether the configured loss or its correction compares with the policy that sampled."""
     return CorrectionSettings.of(config) is not None or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
+
+
+def check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:
+    """Raises ConfigError where the settings are wrong, or do not fit the loss and what its call has."""
+    if not isinstance(correction, CorrectionSettings):
+        raise ConfigError(f"correction={correction!r} must be a CorrectionSettings, as in CorrectionSettings(kind='tis')")
+    problems = list(correction.problems())
+    if problems:
+        raise ConfigError(problems)
+    if correction.is_on and rollout_log_probs is None:
+        raise ConfigError("a correction compares with the sampler and needs rollout_log_probs [T]: pass them, or correction=None")
+    if correction.has_factor and loss.anchor == "rollout":
+        raise ConfigError(counted_twice(correction.kind, loss.name))
 
 
 def counted_twice(kind: str, policy_loss: str, setting: str | None = None) -> str:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_BETA, DEFAULT_DIVERGENCE, Distillation, PolicyLossConfig
-from megatron_rl.ops.distribution import BucketValues
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.ops.distribution import BucketValues, Teacher, TopKTeacher
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> BucketValues:
@@ -80,3 +82,25 @@ class DistillationSettings:
     def function(self) -> Callable[[Tensor, Tensor], BucketValues]:
         """The divergence of its buckets: log p, log q [*] -> BucketValues."""
         return partial(jsd, beta=self.beta) if self.divergence == "jsd" else DIVERGENCES[self.divergence]
+
+
+def check_distillation(
+    settings: DistillationSettings,
+    teacher: Teacher | None,
+    teacher_log_probs: Tensor | None,
+    sampling_support: SamplingSupport | None,
+) -> None:
+    """Raises ConfigError where the settings are wrong, or do not fit what the call of a loss has of a teacher."""
+    if not isinstance(settings, DistillationSettings):
+        raise ConfigError(f"distillation={settings!r} must be a DistillationSettings")
+    if problems := list(settings.problems()):
+        raise ConfigError(problems)
+    if (teacher is None) == (teacher_log_probs is None):
+        raise ConfigError("distillation needs either teacher, for each row, or teacher_log_probs [T] of the labels; pass one")
+    temperature = settings.teacher_temperature
+    if temperature != 1.0 and (teacher is None or isinstance(teacher, TopKTeacher)):
+        raise ConfigError(f"teacher_temperature={temperature} has no effect on a teacher's log-probabilities: leave it out")
+    if teacher is None and settings.divergence != "reverse_kl":
+        raise ConfigError(f"teacher_log_probs give reverse_kl, not {settings.divergence}: leave divergence out")
+    if sampling_support is not None:
+        raise ConfigError("distillation compares over the whole vocabulary, and sampling_support keeps a part: leave one out")

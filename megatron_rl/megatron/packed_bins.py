@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from megatron_rl.config import FIELDS_OF_TEACHER, Distillation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
+from megatron_rl.layout.agreement import maxima_anywhere
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import model_config_of

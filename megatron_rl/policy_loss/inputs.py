@@ -23,12 +23,12 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, document_ids, resolve_group, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.losses.corrections import Correction, CorrectionSettings, counted_twice
-from megatron_rl.losses.distillation import DistillationSettings
+from megatron_rl.losses.corrections import Correction, CorrectionSettings, check_correction
+from megatron_rl.losses.distillation import DistillationSettings, check_distillation
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLEstimator
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.distribution import Teacher, TopKTeacher, compare_teachers
+from megatron_rl.ops.distribution import Teacher, compare_teachers
 from megatron_rl.ops.linear_head import HeadOptions
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.ops.support import compare_supports
@@ -136,7 +136,7 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
     if options.kl_coefficient or options.kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
         _ = KL_ESTIMATORS[str(options.kl_estimator)]
     if options.correction is not None:
-        _check_correction(loss, options.correction, batch.rollout_log_probs)
+        check_correction(loss, options.correction, batch.rollout_log_probs)
     if options.kl_coefficient and batch.ref_log_probs is None:
         raise ConfigError(f"kl_coefficient={options.kl_coefficient} needs ref_log_probs [T]; pass them or set it to 0")
     if (options.kl_coefficient or options.entropy_coefficient) and batch.regularizer_weights is None:
@@ -145,19 +145,7 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
             "megatron_rl.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
         )
     if options.distillation is not None:
-        if not isinstance(options.distillation, DistillationSettings):
-            raise ConfigError(f"distillation={options.distillation!r} must be a DistillationSettings")
-        if problems := list(options.distillation.problems()):
-            raise ConfigError(problems)
-        if (batch.teacher is None) == (batch.teacher_log_probs is None):
-            raise ConfigError("distillation needs either teacher, for each row, or teacher_log_probs [T] of the labels; pass one")
-        if options.distillation.teacher_temperature != 1.0 and (batch.teacher is None or isinstance(batch.teacher, TopKTeacher)):
-            temperature = options.distillation.teacher_temperature
-            raise ConfigError(f"teacher_temperature={temperature} has no effect on a teacher's log-probabilities: leave it out")
-        if batch.teacher is None and options.distillation.divergence != "reverse_kl":
-            raise ConfigError(f"teacher_log_probs give reverse_kl, not {options.distillation.divergence}: leave divergence out")
-        if batch.sampling_support is not None:
-            raise ConfigError("distillation compares over the whole vocabulary, and sampling_support keeps a part: leave one out")
+        check_distillation(options.distillation, batch.teacher, batch.teacher_log_probs, batch.sampling_support)
     elif batch.teacher is not None or batch.teacher_log_probs is not None:
         raise ConfigError("a teacher has no effect without distillation=DistillationSettings(...): add it, or leave it out")
     for name in loss.inputs_needed:
@@ -169,18 +157,6 @@ def checked_options(loss: PolicyLoss, options: LossOptions, batch: LossBatch, li
         backend=resolve_backend(options.backend, like_logits),
         correction=options.correction if options.correction is not None and options.correction.is_on else None,
     )
-
-
-def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:
-    if not isinstance(correction, CorrectionSettings):
-        raise ConfigError(f"correction={correction!r} must be a CorrectionSettings, as in CorrectionSettings(kind='tis')")
-    problems = list(correction.problems())
-    if problems:
-        raise ConfigError(problems)
-    if correction.is_on and rollout_log_probs is None:
-        raise ConfigError("a correction compares with the sampler and needs rollout_log_probs [T]: pass them, or correction=None")
-    if correction.has_factor and loss.anchor == "rollout":
-        raise ConfigError(counted_twice(correction.kind, loss.name))
 
 
 def number_of(name: str, value: object) -> float:

@@ -29,7 +29,8 @@ from megatron_rl.hosts.contract import Replaced
 from megatron_rl.hosts.heads.hidden_states_proxy import HiddenStatesProxy, make_proxy
 from megatron_rl.hosts.heads.proxy_log_probs import proxy_log_probs
 from megatron_rl.hosts.host_run import RUNS
-from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, resolve_groups
+from megatron_rl.layout.agreement import maxima_anywhere
+from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.megatron.head import (
     HeadInputs,
     HeadSettings,
