@@ -12,6 +12,7 @@ from helpers import CLIP, Batch, random_batch, without_needless_clip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.ops.document_bins import scale_last
 from megatron_rl.ops.linear_gradient import WorkItem
 from megatron_rl.policy_loss import policy_loss
 
@@ -201,4 +202,4 @@ def plan_of(item: WorkItem) -> str:
     """How the chunks of an item are computed."""
     if len(item.chunks) <= 1:
         return "in-chunk"
-    return "scale-last" if item.is_shared else "two-pass"
+    return "scale-last" if item.plan is scale_last else "two-pass"

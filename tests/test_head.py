@@ -14,7 +14,7 @@ from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, p
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops import linear_head, log_probs_torch
-from megatron_rl.ops.linear_gradient import schedule_documents
+from megatron_rl.ops.document_bins import schedule_documents
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
 

@@ -142,6 +142,7 @@ def test_the_seam_to_the_schedule_waits_for_nothing(per_token, num_tokens):
 
 
 HOST_FACTS, KEPT_ROWS = "megatron_rl/policy_loss/linear.py", "megatron_rl/ops/linear_gradient.py"
+LONG_DOCUMENT = "megatron_rl/ops/document_bins.py"
 OF_SETS = "megatron_rl/layout/sampling_support.py"
 
 
@@ -174,21 +175,21 @@ def run_head(kind: str, case: HeadBatch, rows: int, facts_on: str, *, in_main_gr
 @pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of")
 @pytest.mark.parametrize("facts_on", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("kind", "lengths", "rows", "has_kl", "num_waits"),
+    ("kind", "lengths", "rows", "has_kl", "waits"),
     [
-        pytest.param("gspo", [5, 7, 0, 3], 1000, False, 1, id="A: all documents in one chunk"),
-        pytest.param("gspo", [5, 7, 0, 6], 9, False, 3, id="A: one document a chunk"),
-        pytest.param("gspo", [21], 9, False, 1, id="B: a document of three chunks"),
-        pytest.param("gspo", [21], 9, True, 3, id="C: the same with KL"),
-        pytest.param("grpo", [5, 21, 7, 0, 1, 12, 9], 9, True, 7, id="D: 55 tokens in chunks of 9"),
+        pytest.param("gspo", [5, 7, 0, 3], 1000, False, [KEPT_ROWS], id="A: all documents in one chunk"),
+        pytest.param("gspo", [5, 7, 0, 6], 9, False, [KEPT_ROWS] * 3, id="A: one document a chunk"),
+        pytest.param("gspo", [21], 9, False, [LONG_DOCUMENT], id="B: a document of three chunks"),
+        pytest.param("gspo", [21], 9, True, [KEPT_ROWS] * 3, id="C: the same with KL"),
+        pytest.param("grpo", [5, 21, 7, 0, 1, 12, 9], 9, True, [KEPT_ROWS] * 7, id="D: 55 tokens in chunks of 9"),
     ],
 )
-def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(kind, lengths, rows, has_kl, num_waits, facts_on):
+def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(kind, lengths, rows, has_kl, waits, facts_on):
     """In plan scale-last once a document."""
     case = head_batch(lengths)
     case = replace(case, batch=replace(case.batch, loss_mask=torch.ones_like(case.batch.loss_mask)))
     found = run_head(kind, case, rows, facts_on, has_kl=has_kl, in_main_grad=facts_on == "cpu")
-    assert found == ([HOST_FACTS] * (facts_on == "cuda") + [KEPT_ROWS] * num_waits, [])
+    assert found == ([HOST_FACTS] * (facts_on == "cuda") + waits, [])
 
 
 @pytest.mark.parametrize("sets_on", ["cpu", "cuda"])

@@ -269,6 +269,9 @@ class RowResult:
     log_probs: Tensor  # [T], 0 where masked
     entropy: Tensor  # [T], 0 where masked, and everywhere without with_entropy
 
+    def take(self, rows: slice | Tensor) -> RowResult:  # rows [k] of T, on the device
+        return RowResult(self.maximum[rows], self.total[rows], self.log_probs[rows], self.entropy[rows])
+
 
 @dataclass(frozen=True, slots=True)
 class RowKernels:

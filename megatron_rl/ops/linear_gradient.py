@@ -7,6 +7,7 @@ matmuls, so plan scale-last can multiply before c is known. Derivation: docs/ker
     row-by-row   the coefficient of a token depends on that token only: chunks may be cut anywhere
     in-chunk     whole documents that fit one chunk: their coefficients are known while the chunk's logits exist
     scale-last   one long document in several chunks, with one coefficient: chunks are summed unscaled, then scaled
+                 (ops/document_bins.py)
     two-pass     one long document with a coefficient for each token: every chunk except the last is computed twice
 
 Row numbers are CPU tensors. A row that has no part in the loss is in no chunk.
@@ -27,7 +28,7 @@ else in backward. Without main_grad it is returned in the weight's dtype. If tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +37,12 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduce_scatter_sum
-from megatron_rl.ops.backends import RowResult, first_order_only
+from megatron_rl.ops.backends import first_order_only
 from megatron_rl.ops.linear_head import (
     Chunk,
     LinearHead,
     accumulator_dtype,
     add_weight_gradient,
-    at_temperature,
     chunk_logits,
     chunk_operands,
     device_rows,
@@ -59,59 +59,12 @@ class WorkItem:
     """Rows whose coefficients become known at the same time."""
 
     chunks: tuple[Tensor, ...]  # row numbers [<= rows_per_chunk] int64 on the CPU, ascending
-    is_shared: bool = False  # all rows have one coefficient
+    plan: Callable[..., None] | None = None  # the function that runs it; None: _statistics_first
 
 
 # (item) -> c [rows of the item, in the order of its chunks], e [the same rows] or None. Called once an item, after the forward pass
 # of its last chunk, when the head's log_probs and entropy hold its rows. It may reduce over cp: every rank has the same items.
 Coefficients = Callable[[WorkItem], tuple[Tensor, Tensor | None]]
-
-
-def document_bins(
-    sizes: Sequence[int],  # N: rows of each document on the cp rank that holds most of it
-    capacity: int,
-) -> list[tuple[int, ...]]:
-    """Bins of whole documents with at most `capacity` rows each (first fit, decreasing). A longer document has its own bin.
-
-    Long documents come first. The result depends only on the arguments, so cp ranks with equal sizes have equal bins.
-
-    >>> document_bins([3, 10, 5, 0, 4], 8)
-    [(1,), (0, 2, 3), (4,)]
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for document in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        size = sizes[document]
-        place = next((number for number, free in enumerate(room) if size <= free), None)
-        if place is None:
-            bins.append([])
-            room.append(capacity)
-            place = len(bins) - 1
-        bins[place].append(document)
-        room[place] -= size
-    return [tuple(sorted(documents)) for documents in bins]
-
-
-def schedule_documents(
-    bins: Sequence[tuple[int, ...]],
-    rows_of_documents: Sequence[Tensor],  # N ascending row numbers each: the rows of this rank that take part
-    capacity: int,
-    *,
-    is_shared: bool,
-) -> list[WorkItem]:
-    """One item for each bin, in order, even if this rank has no row of it: every cp rank has the reductions of each bin.
-
-    A bin with more than `capacity` rows on this rank is cut into chunks, which changes no collective over cp.
-    is_shared: the rows of a document share one coefficient.
-    """
-    items = []
-    for documents in bins:
-        rows = torch.cat([rows_of_documents[document] for document in documents])
-        chunks, is_one = cut(rows, capacity), is_shared and len(documents) == 1
-        if len(chunks) > 1 and not is_one:  # the logits of the last chunk are kept, so a full one saves the most recomputation
-            chunks = (*cut(rows[:-capacity], capacity), rows[-capacity:])
-        items.append(WorkItem(chunks, is_one))
-    return items
 
 
 def schedule_rows(
@@ -169,31 +122,13 @@ def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coe
     runs during a weight gradient.
     """
     for number, item in enumerate(items):
-        run = _scale_last if item.is_shared and len(item.chunks) > 1 else _statistics_first
+        run = item.plan or _statistics_first
         run(head, item, coefficients, gradient, is_last=number == len(items) - 1)
-    return _finish(head, gradient)
+    return finish(head, gradient)
 
 
-def run_gradient(
-    head: LinearHead,
-    chunks: list[tuple[float, Tensor]],  # temperature, row numbers, ascending, on the CPU; rows in no chunk get gradient 0
-    result: RowResult,  # [T] of the forward pass
-    c: Tensor,  # [T]
-    e: Tensor | None,  # [T]
-    gradient: HeadGradient,
-) -> Tensor | None:
-    """The gradient alone, where a forward pass has kept the numbers of its rows: one matmul a row for its logits, two for the
-    gradient, and no statistics. Returns what run_with_gradient returns. Communication: its, without the all-gathers."""
-    for number, (temperature, numbers) in enumerate(chunks):
-        rows = device_rows(numbers, head.hidden.device)
-        hidden, labels = chunk_operands(head, rows)
-        chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), _take_rows(result, rows))
-        is_last = number == len(chunks) - 1
-        _multiply(at_temperature(head, temperature), chunk, c[rows], None if e is None else e[rows], gradient, is_last=is_last)
-    return _finish(head, gradient)
-
-
-def _finish(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
+def finish(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
+    """After the last chunk: the complete gradient of hidden, and a weight gradient of zeros where no row had a coefficient."""
     if gradient.needs_weight and gradient.weight is None:
         gradient.weight = torch.zeros_like(head.weight, dtype=head.hidden.dtype)
     if gradient.hidden is None:
@@ -201,37 +136,6 @@ def _finish(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
     if head.options.sequence_parallel and gradient.is_reduced and gradient.reduction is None:
         gradient.reduction = start_reduce_scatter_sum(gradient.hidden, head.options.tp_group)
     return gradient.hidden if gradient.reduction is None else gradient.reduction.wait()
-
-
-def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plan scale-last: all chunks except the last are multiplied before the coefficient c is known, because it commutes:
-
-        dX_k = c (G_k W)     dW = c sum_k G_k^T X_k
-
-    The sum needs a scratch buffer of the weight's size, unless there is no weight gradient yet. The last chunk is multiplied
-    with its coefficient, as in plan in-chunk.
-    """
-    early: list[slice | Tensor] = []
-    target = gradient if gradient.weight is None else dataclasses.replace(gradient, weight=None)
-    for number in range(len(item.chunks) - 1):
-        chunk = _forward(head, item, number, leaves_gradient=True)
-        early.append(chunk.rows)
-        _multiply(head, chunk, None, None, target, is_last=False)
-    last = _forward(head, item, len(item.chunks) - 1, leaves_gradient=True)
-    c, _ = _scaled(coefficients(item), gradient)
-    is_dropped = bool(c[0] == 0)  # then 0 is written, because 0 x inf would be NaN
-    if gradient.hidden is not None:
-        for rows in early:
-            part = gradient.hidden[rows]
-            gradient.hidden[rows] = 0 if is_dropped else multiply_into(part, c[0], part)
-    if is_dropped:
-        target.weight = None
-        return
-    if target.weight is not None and target is gradient:
-        target.weight.mul_(c[0])
-    elif target.weight is not None and gradient.weight is not None:
-        gradient.weight.addcmul_(target.weight, c[0].to(target.weight.dtype))
-    _multiply(head, last, c[-last.labels.numel() :], None, gradient, is_last=is_last)
 
 
 def _statistics_first(
@@ -244,9 +148,9 @@ def _statistics_first(
     results, sizes = [], [rows.numel() for rows in item.chunks]
     for number in range(len(sizes)):
         leaves_gradient = number == len(sizes) - 1 and not gradient.has_row_term
-        last = _forward(head, item, number, leaves_gradient=leaves_gradient)
+        last = forward_item(head, item, number, leaves_gradient=leaves_gradient)
         results.append((last.rows, last.result))
-    c, e = _scaled(coefficients(item), gradient)
+    c, e = scaled(coefficients(item), gradient)
     if not results:
         return
     c_parts = c.split(sizes)
@@ -260,17 +164,17 @@ def _statistics_first(
         if kept.numel() < sizes[number]:
             rows = device_rows(item.chunks[number][kept], head.hidden.device)
             kept = kept.to(c.device, non_blocking=True)
-            c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], _take_rows(result, kept)
+            c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], result.take(kept)
         hidden, labels = chunk_operands(head, rows)
         chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), result)
-        _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
+        multiply_chunk(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
 
 
-def _forward(head: LinearHead, item: WorkItem, number: int, *, leaves_gradient: bool) -> Chunk:
+def forward_item(head: LinearHead, item: WorkItem, number: int, *, leaves_gradient: bool) -> Chunk:
     return forward_chunk(head, device_rows(item.chunks[number], head.hidden.device), leaves_gradient=leaves_gradient)
 
 
-def _scaled(coefficients: tuple[Tensor, Tensor | None], gradient: HeadGradient) -> tuple[Tensor, Tensor | None]:
+def scaled(coefficients: tuple[Tensor, Tensor | None], gradient: HeadGradient) -> tuple[Tensor, Tensor | None]:
     c, e = coefficients
     if gradient.scale is None:
         return c, e
@@ -293,11 +197,7 @@ def _backward(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradi
     if kept.numel() < c.numel():
         chunk, order = _keep_rows(chunk, kept)
         c, e = c[order], None if e is None else e[order]
-    _multiply(head, chunk, c, e, gradient, is_last=is_last)
-
-
-def _take_rows(result: RowResult, rows: slice | Tensor) -> RowResult:  # rows [k] of n, on the device
-    return RowResult(**{field.name: getattr(result, field.name)[rows] for field in dataclasses.fields(RowResult)})
+    multiply_chunk(head, chunk, c, e, gradient, is_last=is_last)
 
 
 def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < n] ascending, on the CPU
@@ -316,7 +216,7 @@ def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k <
         hidden=hidden,
         labels=chunk.labels[order],
         logits=chunk.logits[:num_kept],
-        result=_take_rows(chunk.result, order),
+        result=chunk.result.take(order),
     )
     return kept_chunk, order
 
@@ -361,7 +261,9 @@ def _move_rows(
         left -= count
 
 
-def _multiply(head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
+def multiply_chunk(
+    head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None, gradient: HeadGradient, *, is_last: bool
+) -> None:
     """Writes the gradient over the logits, then dX, then dW while dX is reduced. c None: 1."""
     out, row_scale = _logits_gradient(head, chunk, c, e)
     pending, own, hidden, operand = None, None, gradient.hidden, chunk.hidden

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -152,20 +152,6 @@ def _float32_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Te
     return torch.mm(left, right, out_dtype=torch.float32, out=out)
 
 
-def multiply_by_kernel(
-    tensor: Tensor,  # [n, H] with at least one element, not float64
-    factor: Tensor,  # 0-d
-    out: Tensor,  # [n, H] of any dtype; may be `tensor`
-) -> Tensor:
-    """A factor of 1 ends it at once. On an H100 the fused head took 6 ms more with a gradient of 1 GiB in 16 bits than with one in
-    main_grad. Only this sum is measured: that torch's product of bfloat16 with a float32 factor took it is likely."""
-    from megatron_rl.ops.rescale_triton import rescale
-
-    one = torch.ones((), dtype=torch.float32, device=tensor.device)
-    rescale(tensor, factor, one, torch.empty_like(one))
-    return out if out is tensor else out.copy_(tensor)
-
-
 def multiply_into(
     tensor: Tensor,  # [n, H]
     factor: Tensor,  # 0-d on the device of `tensor`, float32 or float64
@@ -174,7 +160,9 @@ def multiply_into(
     """tensor x factor into `out`, rounded once, to the dtype of `out`. On CUDA `tensor` then holds the product too."""
     if tensor.is_cuda and tensor.dtype != torch.float64 and tensor.numel() > 0:
         if why_triton_is_missing() is None:
-            return multiply_by_kernel(tensor, factor, out)
+            from megatron_rl.ops.rescale_triton import multiply
+
+            return multiply(tensor, factor, out)
         # With a dimension. Of a 0-d tensor on CUDA, torch rounds the factor to the dtype of `tensor` first.
         return torch.mul(tensor, factor.reshape(1), out=out)
     if out.dtype == tensor.dtype:
@@ -380,13 +368,6 @@ def make_head(
         log_probs=hidden.new_zeros(hidden.shape[0], dtype=numbers),
         entropy=hidden.new_zeros(hidden.shape[0], dtype=numbers) if with_entropy else None,
     )
-
-
-def at_temperature(head: LinearHead, temperature: float) -> LinearHead:
-    """The head of another temperature, with the same buffers and results."""
-    options = replace(head.options, temperature=temperature)
-    shard = vocab_shard(head.weight.shape[0], temperature, options.vocab_size, options.tp_group)
-    return replace(head, options=options, shard=shard)
 
 
 def device_rows(rows: Tensor, device: torch.device) -> slice | Tensor:

@@ -20,13 +20,15 @@ from megatron_rl.layout.groups import SINGLE, Group, resolve_group, start_all_re
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import RowResult, check_temperature, first_order_only, resolve_backend, runs_eagerly, vocab_shard
 from megatron_rl.ops.distribution import DistributionTerm
-from megatron_rl.ops.linear_gradient import HeadGradient, ReadyGradient, cut, gradient_for, hidden_buffer, run_gradient
+from megatron_rl.ops.linear_gradient import HeadGradient, ReadyGradient, cut, finish, gradient_for, hidden_buffer, multiply_chunk
 from megatron_rl.ops.linear_head import (
+    Chunk,
     HeadOptions,
     LinearHead,
-    at_temperature,
     check_head,
     chunk_capacity,
+    chunk_logits,
+    chunk_operands,
     compare_heads,
     device_rows,
     forward_chunk,
@@ -220,6 +222,32 @@ def score_rows(
         chunk = forward_chunk(at_temperature(head, temperature), device_rows(numbers, head.hidden.device))
         maximum[chunk.rows], total[chunk.rows] = chunk.result.maximum, chunk.result.total
     return head, RowResult(maximum, total, head.log_probs, torch.zeros_like(total) if head.entropy is None else head.entropy)
+
+
+def at_temperature(head: LinearHead, temperature: float) -> LinearHead:
+    """The head of another temperature, with the same buffers and results."""
+    options = replace(head.options, temperature=temperature)
+    shard = vocab_shard(head.weight.shape[0], temperature, options.vocab_size, options.tp_group)
+    return replace(head, options=options, shard=shard)
+
+
+def run_gradient(
+    head: LinearHead,
+    chunks: list[tuple[float, Tensor]],  # temperature, row numbers, ascending, on the CPU; rows in no chunk get gradient 0
+    result: RowResult,  # [T] of the forward pass
+    c: Tensor,  # [T]
+    e: Tensor | None,  # [T]
+    gradient: HeadGradient,
+) -> Tensor | None:
+    """The gradient alone, where a forward pass has kept the numbers of its rows: one matmul a row for its logits, two for the
+    gradient, and no statistics. Returns what run_with_gradient returns. Communication: its, without the all-gathers."""
+    for number, (temperature, numbers) in enumerate(chunks):
+        rows = device_rows(numbers, head.hidden.device)
+        hidden, labels = chunk_operands(head, rows)
+        chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), result.take(rows))
+        is_last = number == len(chunks) - 1
+        multiply_chunk(at_temperature(head, temperature), chunk, c[rows], None if e is None else e[rows], gradient, is_last=is_last)
+    return finish(head, gradient)
 
 
 def pair_kernels(backend: Backend) -> PairKernels:

@@ -15,7 +15,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum, document_sums
 from megatron_rl.ops.backends import (
     VocabParallelLogProbs,
-    VocabShard,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
@@ -23,7 +22,7 @@ from megatron_rl.ops.backends import (
     log_probs_dtype,
     runs_eagerly,
 )
-from megatron_rl.ops.distribution import DistributionTerm, HeadTeacher, check_teacher
+from megatron_rl.ops.distribution import HeadTeacher, check_teacher
 from megatron_rl.ops.log_probs import row_kernels
 from megatron_rl.ops.scale import AssumedScale, Assumption, check_actual_scale, check_declared_scale
 from megatron_rl.ops.support import SupportLogProbs, check_support
@@ -41,6 +40,7 @@ from megatron_rl.policy_loss.inputs import (
     refuse_bad_data,
 )
 from megatron_rl.policy_loss.reduce_torch import reduce_torch, sum_live
+from megatron_rl.policy_loss.teacher import distribution_term, divergence_weights, taught
 
 OF_HIDDEN_STATES = ("max_logits_bytes", "sequence_parallel", "fp32_logits")
 OF_LOGITS = ("temperature", "vocab_size", "entropy_coefficient", "inplace", "loss_scale")
@@ -272,39 +272,12 @@ def known_before_rows(loss: PolicyLoss, batch: LossBatch, options: LossOptions, 
     if "token_counts" in loss.needs and loss.level == "token" and batch.token_counts is None:
         counts = document_sums(batch.loss_mask, batch.cu_seqlens)
         batch = replace(batch, token_counts=all_reduce_sum(counts, options.cp_group))
-    if batch.old_log_probs is not None:
+    if batch.teacher_log_probs is not None and batch.old_log_probs is not None:
         batch = taught(batch, options, batch.old_log_probs.to(dtype))
     settings = options.correction
     if settings is None or batch.old_log_probs is None or settings.sequence_delta is not None:
         return batch
     return corrected(settings, batch, batch.old_log_probs.to(dtype), options.cp_group)
-
-
-def taught(batch: LossBatch, options: LossOptions, anchor: Tensor) -> LossBatch:  # anchor [T]
-    """The batch with what a sampled teacher adds to the advantages: coefficient (log q - log p), p of the policy that the ratio
-    compares with. On average over the policy's tokens it is the gradient of the reverse KL."""
-    if options.distillation is None or batch.teacher_log_probs is None:
-        return batch
-    gap = options.distillation.coefficient * (batch.teacher_log_probs.to(anchor.dtype) - anchor)
-    return replace(batch, advantages=batch.advantages.to(anchor.dtype) + gap, teacher_log_probs=None)
-
-
-def divergence_weights(batch: LossBatch, options: LossOptions, dtype: torch.dtype) -> Tensor:  # [T] d loss / d divergences
-    assert options.distillation is not None, "the checks have refused a teacher without settings"
-    weights = options.distillation.coefficient * batch.spread(batch.token_weights.to(dtype))
-    return torch.where(batch.loss_mask, weights, 0.0)
-
-
-def distribution_term(
-    batch: LossBatch, options: LossOptions, shard: VocabShard, dtype: torch.dtype, loss_scale: Tensor | float | None = None
-) -> DistributionTerm:
-    """The term of a call whose batch has a teacher of rows. loss_scale: of a gradient that is made in forward."""
-    settings = options.distillation
-    assert settings is not None and batch.teacher is not None
-    function, temperature = settings.function, settings.teacher_temperature
-    weights = divergence_weights(batch, options, dtype)
-    weights = weights if loss_scale is None else weights * loss_scale
-    return DistributionTerm(function, batch.teacher, shard, options.tp_group, batch.loss_mask, weights, temperature)
 
 
 def reduce(
@@ -323,7 +296,8 @@ def reduce(
     """
     if loss.needs_entropy or batch.sampling_support is not None:
         batch = replace(batch, entropy=entropy)
-    batch = taught(batch, options, log_probs)
+    if batch.teacher_log_probs is not None:
+        batch = taught(batch, options, log_probs)
     if options.correction is not None and batch.correction is None:
         batch = corrected(options.correction, batch, log_probs, options.cp_group)
     if has_triton(loss, options):

@@ -19,14 +19,13 @@ from megatron_rl.layout.groups import SINGLE, all_gather_stack, group_device
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import log_probs_dtype, runs_eagerly, vocab_shard
 from megatron_rl.ops.distribution import check_teacher
+from megatron_rl.ops.document_bins import document_bins, schedule_documents
 from megatron_rl.ops.linear_gradient import (
     WorkItem,
     attach_gradient,
-    document_bins,
     gradient_for,
     ready_gradient,
     run_with_gradient,
-    schedule_documents,
     schedule_rows,
 )
 from megatron_rl.ops.linear_head import (
@@ -39,7 +38,7 @@ from megatron_rl.ops.linear_head import (
 )
 from megatron_rl.ops.linear_log_probs import fill_with_pairs, score_kept, score_rows
 from megatron_rl.ops.support import check_support
-from megatron_rl.policy_loss.api import distribution_term, known_before_rows, reduce
+from megatron_rl.policy_loss.api import known_before_rows, reduce
 from megatron_rl.policy_loss.inputs import (
     LossBatch,
     LossOptions,
@@ -51,6 +50,7 @@ from megatron_rl.policy_loss.inputs import (
     options_and_tensors,
     prepared,
 )
+from megatron_rl.policy_loss.teacher import distribution_term
 
 
 @runs_eagerly
