@@ -339,11 +339,12 @@ def check_collectives(batch: Microbatch, begins: list[int]) -> None:
     for (_, shape), width in zip(over_cp, widths, strict=True):
         assert shape[0] == size and math.prod(shape[1:]) <= width, over_cp
     has_entropy = case.metrics == "with_entropy" or case.settings.entropy_coefficient > 0
-    of_teacher = {"top 3": 1, "all ids": 1, "logits": 2}.get(case.teacher, 0)
+    of_teacher = case.teacher in ("top 3", "all ids", "logits")
     num_gathers = (1 + (case.kept != "all" and has_entropy) + of_teacher) * (batch.groups.tp.size() > 1)
     assert [kind for kind, _ in over_tp] == ["all_gather"] * num_gathers, over_tp
     if case.kept == "all" and over_tp:
-        assert over_tp[0][1][1] == 3 + has_entropy, "an entropy costs a column, and only where it is asked for"
+        # An entropy costs a column, and the normaliser of a teacher's logits.
+        assert over_tp[0][1][1] == 3 + has_entropy + (case.teacher == "logits")
 
 
 def unweighed(step: Step, number: int) -> SimpleNamespace:

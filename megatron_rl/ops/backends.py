@@ -275,9 +275,9 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class RowKernels:
-    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
+    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy, gather) -> RowResult
 
-    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
+    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group, by `gather`; none at size 1.
 
     gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
              entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
@@ -368,10 +368,11 @@ class VocabParallelLogProbs(torch.autograd.Function):
         kernels: RowKernels,
         term: Any,  # ops.distribution.DistributionTerm, or None
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # the third: the term's values
-        rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
         values, further = None, []
-        if term is not None:
-            term.score(logits, slice(0, logits.shape[0]), rows)
+        if term is None:
+            rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
+        else:
+            rows = term.forward(kernels, logits, labels, loss_mask, slice(0, logits.shape[0]), with_entropy=with_entropy)
             # A copy: the term, which ctx holds, must not hold the graph.
             values, further = term.values.clone(), term.saved
         ctx.shard, ctx.inplace, ctx.kernels, ctx.term = shard, inplace, kernels, term

@@ -125,7 +125,7 @@ def compare_teachers(agreement: RankAgreement | None, teacher: Teacher | None, l
 class DistributionTerm:
     """The divergence of the rows of one call, and the numbers that its gradient needs.
 
-    Call `score` for each set of rows, and `write_gradient` with the same logits.
+    Call `forward` for each set of rows, and `write_gradient` with the same logits.
     """
 
     def __init__(
@@ -150,18 +150,36 @@ class DistributionTerm:
         """What autograd keeps for the gradient, so that it raises where it was written to."""
         return [getattr(self.teacher, field.name) for field in fields(self.teacher)]
 
-    def score(
+    def forward(
         self,
+        kernels: RowKernels,
         logits: Tensor,  # [n, V_tp]
+        labels: Tensor,  # [n]
+        loss_mask: Tensor | None,  # [n] bool
         rows: slice | Tensor,  # [n] of T
-        result: RowResult,  # [n] of these logits
-    ) -> None:
-        """Sets `values` of these rows. Communication over tp: one all-gather of [n, 3], without top K one of [n] before."""
+        *,
+        with_entropy: bool,
+    ) -> RowResult:  # [n]
+        """The kernels' forward; sets `values` of these rows. Communication over tp: the kernels' all-gather, without top K with one
+        column more, and one of [n, 3]."""
+        local = self.values.new_zeros(logits.shape[0])  # the teacher's log of the sum of exponentials
         if not isinstance(self.teacher, TopKTeacher):
-            local = torch.zeros_like(result.total)
             for block in self._blocks(logits):
                 local[block] = self._teacher_logits(rows, block).logsumexp(-1)
-            self._numbers[rows] = all_gather_stack(local, self.tp_group).logsumexp(0)
+        self._numbers[rows] = local
+
+        def gather(statistics: Tensor, tp_group: Group) -> Tensor:
+            if isinstance(self.teacher, TopKTeacher):
+                return all_gather_stack(statistics, tp_group)
+            gathered = all_gather_stack(torch.cat([statistics, local[:, None]], dim=1), tp_group)
+            self._numbers[rows] = gathered[..., -1].logsumexp(0)
+            return gathered[..., :-1]
+
+        result = kernels.forward(logits, labels, loss_mask, self.shard, self.tp_group, with_entropy=with_entropy, gather=gather)
+        self._score(logits, rows, result)
+        return result
+
+    def _score(self, logits: Tensor, rows: slice | Tensor, result: RowResult) -> None:
         sums = result.total.new_zeros(logits.shape[0], 3)
         for block in self._blocks(logits):
             sums[block] = self._sums(logits[block], rows, result, block)

@@ -400,10 +400,10 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
         result = kernels.unit_gradient(logits, labels, head.shard, with_entropy=with_entropy, out=out)
         if result is not None:
             logits, is_unit_gradient = out, True
-    if result is None:
+    if head.term is not None:
+        result = head.term.forward(kernels, logits, labels, None, rows, with_entropy=with_entropy)
+    elif result is None:
         result = kernels.forward(logits, labels, None, head.shard, head.options.tp_group, with_entropy=with_entropy)
-        if head.term is not None:
-            head.term.score(logits, rows, result)
     keep_results(head, rows, result)
     return Chunk(rows, hidden, labels, logits, result, is_unit_gradient)
 

@@ -9,7 +9,7 @@ Rows are computed in chunks that stay in the cache: on a CPU a pass over memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -96,10 +96,11 @@ def row_results_torch(
     tp_group: Group,
     *,
     with_entropy: bool,
+    gather: Callable[[Tensor, Group], Tensor] = all_gather_stack,
 ) -> RowResult:
     """Row statistics, one all-gather over tp_group, the same merge on every rank."""
     statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)
-    return RowResult(*merge_shards(all_gather_stack(statistics, tp_group), loss_mask, shard))
+    return RowResult(*merge_shards(gather(statistics, tp_group), loss_mask, shard))
 
 
 def logits_gradient_torch(

@@ -18,6 +18,7 @@ logits near 1e4 is exact, x * qk - m * qk is not. Nothing synchronises. Derivati
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -491,6 +492,7 @@ def row_results_triton(
     tp_group: Group,
     *,
     with_entropy: bool,
+    gather: Callable[[Tensor, Group], Tensor] = all_gather_stack,
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> RowResult:
     """row_results_torch in Triton. One launch, and one more each for a mask, for splits and for shards.
@@ -499,7 +501,7 @@ def row_results_triton(
     """
     if tp_group.size() > 1:
         statistics = row_statistics_triton(logits, labels, loss_mask, shard, with_entropy=with_entropy, configuration=configuration)
-        return RowResult(*merge_shards_triton(all_gather_stack(statistics, tp_group), loss_mask, shard))
+        return RowResult(*merge_shards_triton(gather(statistics, tp_group), loss_mask, shard))
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return RowResult(*logits.new_empty((4, 0), dtype=torch.float32).unbind(0))

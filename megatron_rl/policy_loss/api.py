@@ -85,10 +85,10 @@ def policy_loss(
         keywords: the fields of LossOptions, those of LossBatch that have a default, and
             advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one
             token and cu_seqlens is on the host: a loss never reads values of the device.
-    Communication: tp one all-gather of [T, 3 or 4], with sampling_support another one for an entropy, with a teacher's top K one of
-        [T, 3], with its logits of [T] and of [T, 3]; cp one all-reduce of [N, k], before it one for a correction of samples, and
-        one of [N] each for token_counts (where the caller gave none) and mean_log_ratio that a loss needs; with check_ranks one
-        all-gather of 4 KiB over each; backward none. None at size 1.
+    Communication: tp one all-gather of [T, 3 or 4], with sampling_support another one for an entropy, with a teacher another one of
+        [T, 3], and one column more in the first for its logits; cp one all-reduce of [N, k], before it one for a correction of
+        samples, and one of [N] each for token_counts (where the caller gave none) and mean_log_ratio that a loss needs; with
+        check_ranks one all-gather of 4 KiB over each; backward none. None at size 1.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """
