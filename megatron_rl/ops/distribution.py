@@ -220,7 +220,7 @@ class DistributionTerm:
             mask = None if loss_mask is None else loss_mask[block]
             kernels.gradient(logits[block], labels[block], mask, *numbers, self.shard, out=out[block])
             if of_term is not None:
-                out[block, : self.shard.num_columns] += of_term.to(out.dtype)
+                out[block, : self.shard.num_columns] += of_term
 
     def _gradient(self, logits: Tensor, rows: slice | Tensor, result: RowResult, block: slice) -> Tensor:  # [n, num_columns]
         part = self._part(rows, block)
