@@ -131,6 +131,21 @@ def test_rollouts_of_two_rows_are_counted_as_such(pool):
     assert (rollouts, rows_of_one) == (-(-rows // 2), rows / rollouts)
 
 
+def moved_on_rank(rank):
+    """Whether weights move in a step of advantages 0, and in one of others."""
+    trainer, moved = cases.tiny_trainer(lr=0.1), []
+    for step in ([replace(sample, advantage=0.0) for sample in cases.ragged_step()], cases.ragged_step()):
+        before = cases.weights_of(trainer)
+        trainer.step([step])
+        moved.append(any(not torch.equal(before[name][2], weight) for name, (*_, weight) in cases.weights_of(trainer).items()))
+    return moved
+
+
+def test_a_step_without_a_signal_moves_no_weight(pool):
+    """No decay of weights, which no loss asks for."""
+    assert pool.run(moved_on_rank, world_size=1) == [[False, True]]
+
+
 FAULTS = [("logits", math.nan), ("old_log_probs", -math.inf), ("ref_log_probs", math.nan), ("advantages", math.inf)]
 
 

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.kernel
 TEMPERATURE, VOCAB_SIZE = 0.7, 37
 # Empty, alone, two, a block of pairs and one more, more than two blocks, all but one, all. Row 3 and 8 share most ids with others.
 SIZES = [0, 1, 2, 8, 9, 20, 36, 37, 3]
+# The width of rows whose columns are not adjacent in memory.
+COLUMN_BY_COLUMN = 21
 # Rows that are in no product: empty, masked.
 IDLE = [0, 5]
 LIVE = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8])
@@ -51,6 +53,8 @@ class Case:
         self.c = torch.randn(len(SIZES), generator=generator, dtype=torch.float64).to(working_dtype(self.hidden))
         self.shard = vocab_shard(VOCAB_SIZE + 1, TEMPERATURE, VOCAB_SIZE, SINGLE)
         self.hidden[IDLE], self.weight[VOCAB_SIZE] = math.nan, math.nan
+        if width == COLUMN_BY_COLUMN:
+            self.hidden, self.weight = (rows.t().contiguous().t() for rows in (self.hidden, self.weight))
 
     def pairs(self) -> Pairs:
         return make_pairs(self.support, LIVE, self.labels.to(KERNEL_DEVICE), self.shard)
@@ -79,7 +83,7 @@ class Case:
 
 
 # One vector and less, whole blocks, blocks and a rest, no whole vector.
-@pytest.mark.parametrize("width", [8, 1024, 1040, 21])
+@pytest.mark.parametrize("width", [8, 1024, 1040, COLUMN_BY_COLUMN])
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_scores_and_gradients_are_those_of_the_kept_columns_alone(backend, dtype, width):
     """NaN in masked and padded rows says that nothing else was read. A set of one id scores exactly 0, without a gradient."""

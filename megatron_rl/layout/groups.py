@@ -4,6 +4,7 @@ fixed order."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, cast
 
@@ -142,6 +143,9 @@ def all_gather_stack(values: Tensor, group: Group) -> Tensor:  # [*] -> [size, *
     rows = group.size() * own.shape[0]  # not -1, which torch cannot find for tensors without an element
     getattr(dist, GATHER_INTO_ONE)(gathered.view(rows, *own.shape[1:]), own, group=group)
     return gathered
+
+
+Gather = Callable[[Tensor, Group], Tensor]  # all_gather_stack, or what sends more with it
 
 
 def all_reduce_sum(values: Tensor, group: Group) -> Tensor:

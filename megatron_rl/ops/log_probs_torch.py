@@ -9,12 +9,12 @@ Rows are computed in chunks that stay in the cache: on a CPU a pass over memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.groups import Group, all_gather_stack
+from megatron_rl.layout.groups import Gather, Group, all_gather_stack
 from megatron_rl.ops.backends import RowResult, VocabShard
 
 # A maximum starts here, not at -inf, so that a row or shard without a finite logit gives no inf - inf.
@@ -96,7 +96,7 @@ def row_results_torch(
     tp_group: Group,
     *,
     with_entropy: bool,
-    gather: Callable[[Tensor, Group], Tensor] = all_gather_stack,
+    gather: Gather = all_gather_stack,
 ) -> RowResult:
     """Row statistics, one all-gather over tp_group, the same merge on every rank."""
     statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)

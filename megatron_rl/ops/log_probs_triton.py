@@ -18,14 +18,13 @@ logits near 1e4 is exact, x * qk - m * qk is not. Nothing synchronises. Derivati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.layout.groups import Group, all_gather_stack
+from megatron_rl.layout.groups import Gather, Group, all_gather_stack
 from megatron_rl.ops.backends import (
     ALIGNMENT,
     GRADIENT_DEFAULTS,
@@ -492,7 +491,7 @@ def row_results_triton(
     tp_group: Group,
     *,
     with_entropy: bool,
-    gather: Callable[[Tensor, Group], Tensor] = all_gather_stack,
+    gather: Gather = all_gather_stack,
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> RowResult:
     """row_results_torch in Triton. One launch, and one more each for a mask, for splits and for shards.
@@ -511,8 +510,7 @@ def row_results_triton(
         )
         if rows is not None:
             return rows
-        bounds, log_probs, entropies = _combine(parts, loss_mask, shard, finish=True)
-        return RowResult(bounds[0], bounds[1], log_probs, entropies)
+        return RowResult(*merge_shards_triton(parts, loss_mask, shard))
 
 
 def _combine(parts: Tensor, loss_mask: Tensor | None, shard: VocabShard, *, finish: bool) -> tuple[Tensor, Tensor, Tensor]:
