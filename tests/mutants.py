@@ -93,7 +93,7 @@ JUDGES = {
     "megatron/multi_token.py": "model_shapes",
     "megatron/rotary.py": "megatron_model",
     "megatron/samples.py": "batch counts expert_layouts forward_step model_shapes generated_steps",
-    "megatron/schedule.py": "generated_steps forward_step megatron_model layouts rollouts train_loop",
+    "megatron/schedule.py": "generated_steps forward_step megatron_model layouts",
     "megatron/probe.py": "forward_step",
     "megatron/router_losses.py": "expert_layouts forward_step",
     "megatron/routing.py": "router_replay expert_layouts",
@@ -131,8 +131,8 @@ JUDGES = {
     "testing/selftest.py": "selftest layouts | selftest",
     "testing/loss_": "declare | ranks",
     "testing/step_": "step_check | step_check",
-    "commands/explain/": "explain",
-    "commands/unknown_flags.py": "settings doctor explain train_command",
+    "commands/explain/": "explain pages",
+    "commands/unknown_flags.py": "settings explain | train_command",
 }
 
 

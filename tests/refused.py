@@ -334,6 +334,7 @@ REFUSED_BY_RULES: dict[str, list[dict]] = {
         {**PLAIN, "clip_ratio_low": 0.1},
         {**PLAIN, "loss_parameters": {"scale": 3.0}},
         {**PLAIN, "loss_parameters": {"cap": 1.0}},
+        {"policy_loss": "dppo_tv", "loss_parameters": {"ratio_truncation": 0.0}},
     ],
     "entropy_of_a_loss_is_known": [{"policy_loss": "own_losses.heeding", "method": LaunchMethod.CUSTOM_LOSS}],
     "corrections_fit": [{"importance_correction": "mask"}, {**TIS, "policy_loss": ANCHORED}],

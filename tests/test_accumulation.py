@@ -97,20 +97,13 @@ pool = pool_of(3, use_megatron=False)
 trainers = pool_of(4)
 
 
-def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline():
-    """Its schedule refuses 3 micro-batches in groups of 2. The empty ones stand at the end and hold no document."""
-    found = list(accumulate(stream_of([1, 1, 1, 1]), {"docs_per_step": 3, "microbatch_multiple": 2}))
-    assert [len(step.microbatches) for step in found] == [4, 2] and found[0].split([1, 2, 3]) == [[1], [2], [3], []]
-    assert [[d.index for d in step.samples] for step in found] == [[0, 1, 2], [3]]
-    assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
-
-
 def test_nothing_is_read_that_the_step_does_not_need():
     """A stream may sample from the policy that trains: its next micro-batch must not be older than the step before."""
     reads, parts = [], stream_of([2] * 4)
     stream = (reads.append(number) or part for number, part in enumerate(parts))
     steps = accumulate(stream, {"docs_per_step": 4})
-    assert (reads, plain(next(steps)), reads) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [0, 1])
+    step = next(steps)
+    assert (reads, plain(step), step.split("abcd")) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [["a", "b"], ["c", "d"]])
 
 
 WHOLE = {"keep_prompt_groups": True}
@@ -195,9 +188,8 @@ FLAGS = [
 def test_flags_decide_whether_groups_stay_whole(flags, keeps, size):
     with pytest.raises(ConfigError, match="docs_per_step is not set"):
         AccumulationSettings.of(PolicyLossConfig(**flags))
-    found = AccumulationSettings.of(PolicyLossConfig(docs_per_step=16, **flags), microbatch_multiple=2)
-    assert (found.docs_per_step, found.microbatch_multiple) == (16, 2)
-    assert (found.keep_prompt_groups, found.samples_per_prompt) == (keeps, size)
+    found = AccumulationSettings.of(PolicyLossConfig(docs_per_step=16, **flags))
+    assert (found.docs_per_step, found.keep_prompt_groups, found.samples_per_prompt) == (16, keeps, size)
 
 
 def test_ranks_that_want_unlike_steps_all_say_so(pool):
@@ -211,7 +203,7 @@ def test_ranks_that_want_unlike_steps_all_say_so(pool):
 
 # Unlike numbers of documents per rank; rank 2 runs dry; groups of 2 that straddle micro-batches.
 RESUMED = streams_of([[2, 1, 3, 2, 1, 1, 2, 4, 2], [1, 1, 2, 2, 3, 1, 2, 3, 1], [2, 2]], group=2)
-RESUMED_SETTINGS = {"docs_per_step": 6, "microbatch_multiple": 2, **WHOLE, "samples_per_prompt": 2}
+RESUMED_SETTINGS = {"docs_per_step": 6, **WHOLE, "samples_per_prompt": 2}
 
 
 def test_the_state_after_each_step_resumes_it(pool):

@@ -73,6 +73,7 @@ CASES = {
     "unbiased KL beside TIS, which does not weigh it": Case(settings=TIS | TERMS | UNBIASED, without=()),
     "low_var_kl beyond the hosts' clamp": Case(settings=TERMS, ref_noise=3.5),
     "a reported KL of the host's kind, at coefficient 0": Case(settings=TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
+    "a reported unbiased KL, at coefficient 0": Case(settings=TERMS | UNBIASED | {"kl_loss_coef": 0.0}),
     "cispo without a lower bound": Case(host="slime", settings=CISPO_OPEN | ICEPOP["slime"], without=()),
     "our own flags, a mask by the sample's ratio": Case(settings=MASK | CONSTANT, without=()),
     "FB-25 one-token responses, ranks without any": Case(shapes=[SHAPES[1], MASKED, SHAPES[1]]),

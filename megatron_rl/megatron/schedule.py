@@ -91,13 +91,6 @@ def scale_for_schedule(
     return loss, num_tokens, report
 
 
-def microbatch_multiple(config: TransformerConfig) -> int:  # the model's
-    """The number of micro-batches must be a multiple of this: an interleaved pipeline gives them to its stages in groups."""
-    if config.virtual_pipeline_model_parallel_size is None:
-        return 1
-    return int(config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size)
-
-
 def backward_factor(
     num_microbatches: int,
     *,

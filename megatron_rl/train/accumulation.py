@@ -47,8 +47,6 @@ class AccumulationSettings:
 
     docs_per_step: int
     """Documents (samples) over all data-parallel ranks at which a step is complete; whole micro-batches, so it may hold more."""
-    microbatch_multiple: int = 1
-    """Empty micro-batches are added up to a multiple of it: microbatch_group_size_per_vp_stage of an interleaved pipeline."""
     keep_prompt_groups: bool = False
     """A step ends where no rank is inside a prompt group. The samples of a group must follow one another in one rank's stream. A
     rollout of several samples is whole then; else a step may hold a part of it, and counts that as a rollout."""
@@ -57,18 +55,13 @@ class AccumulationSettings:
     ahead."""
 
     @classmethod
-    def of(cls, config: PolicyLossConfig, *, microbatch_multiple: int = 1) -> AccumulationSettings:
+    def of(cls, config: PolicyLossConfig) -> AccumulationSettings:
         """The settings of the flags. Groups stay whole where the aggregation needs them whole, or their size is declared."""
         size = None if config.allow_partial_prompt_groups else config.samples_per_prompt
         keep = size is not None or get_loss_aggregation(config.loss_aggregation).needs_prompts
         if config.docs_per_step is None:
             raise ConfigError("docs_per_step is not set: static accumulation needs no StepAccumulator")
-        return cls(
-            docs_per_step=config.docs_per_step,
-            microbatch_multiple=microbatch_multiple,
-            keep_prompt_groups=keep,
-            samples_per_prompt=size,
-        )
+        return cls(docs_per_step=config.docs_per_step, keep_prompt_groups=keep, samples_per_prompt=size)
 
     @property
     def most_microbatches(self) -> int:
@@ -150,7 +143,6 @@ class StepAccumulator(Iterator[AccumulatedStep]):
             self._is_over = not counts.microbatches  # 0 only where every stream has ended: else a rank inside a group gave one
         if not num_documents:
             raise StopIteration
-        parts += [[] for _ in range(-len(parts) % settings.microbatch_multiple)]
         return AccumulatedStep(microbatches=parts, num_documents=num_documents, is_full=is_full)
 
     def state_dict(self) -> dict[str, Any]:

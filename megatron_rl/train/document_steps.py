@@ -17,7 +17,6 @@ import torch
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_gather_stack, group_device
-from megatron_rl.megatron.schedule import microbatch_multiple
 from megatron_rl.train.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
@@ -31,7 +30,7 @@ class DocumentSteps:
 
     def __init__(self, trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig):
         self._options, self._dp = options, trainer.groups.dp
-        self._settings = AccumulationSettings.of(config, microbatch_multiple=microbatch_multiple(trainer.model.config))
+        self._settings = AccumulationSettings.of(config)
         self._file_steps: StepAccumulator | None = None
         self._place: dict = {}
 
