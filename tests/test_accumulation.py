@@ -330,3 +330,4 @@ def test_the_streams_of_all_ranks_have_every_document_once_and_each_prompt_group
     assert sorted(place_of(sample) for stream in streams for sample in stream) == everything
     groups = [{sample.prompt_id for sample in stream} for stream in streams]
     assert len(set().union(*groups)) == sum(map(len, groups))
+    assert max(map(len, groups)) - min(map(len, groups)) <= 1, "ranks take their turn over all rollouts"
