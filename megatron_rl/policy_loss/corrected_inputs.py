@@ -57,14 +57,10 @@ def importance_correction(
     log_probs = old_log_probs if log_probs is None else log_probs
     if log_probs.shape != old_log_probs.shape:
         raise DataError(f"log_probs must be [T={len(old_log_probs)}], got {tuple(log_probs.shape)}")
-    vectors = (old_log_probs, rollout_log_probs, log_probs, advantages)
-    old, rollout, trained, advantages = torch.stack([vector.to(dtype) for vector in vectors])
-    is_finite = torch.isfinite(old + rollout + trained + advantages)
+    is_finite = torch.isfinite(old_log_probs + rollout_log_probs + log_probs + advantages)
     if device.type == "cpu" and bool((batch.loss_mask & ~is_finite).any()):
         raise DataError("log-probabilities or advantages have unmasked values that are not finite: mask those tokens")
-    shared = {"old_log_probs": old, "rollout_log_probs": rollout, "loss_mask": batch.loss_mask}
-    sums = sums_of_samples(settings, log_probs=trained, cu_seqlens=batch.cu_seqlens, cp_group=cp_group, **shared)
-    correction = correct(settings, advantages=advantages, sums=sums, documents=not_none(batch.documents), **shared)
+    correction, sums = _correction(settings, batch, log_probs.to(dtype), cp_group, needs_sums=True)
     return correction, token_statistics("correction", correction, loss_mask=batch.loss_mask, counts=batch.spread(sums["counts"]))
 
 
@@ -74,14 +70,20 @@ def corrected(settings: CorrectionSettings, batch: LossBatch, log_probs: Tensor,
 
     Communication: for criteria of a sample one all-reduce of [N, k <= 3] over cp.
     """
-    dtype = log_probs.dtype
-    old_log_probs, rollout_log_probs = batch.anchor(log_probs), not_none(batch.rollout_log_probs).to(dtype)
+    correction, _ = _correction(settings, batch, log_probs, cp_group, needs_sums=settings.needs_sums)
+    weights = correction.weights if batch.importance_weights is None else batch.importance_weights * correction.weights
+    return replace(batch, importance_weights=weights, correction=correction)
+
+
+def _correction(
+    settings: CorrectionSettings, batch: LossBatch, log_probs: Tensor, cp_group: Group, *, needs_sums: bool
+) -> tuple[Correction, dict[str, Tensor]]:  # log_probs [T] -> the sums, [N] each
+    old_log_probs, rollout_log_probs = batch.anchor(log_probs), not_none(batch.rollout_log_probs).to(log_probs.dtype)
     # The loss tells of a token that is not finite; the weights of the others in its sample are not to be blamed.
     is_finite = torch.isfinite(old_log_probs - rollout_log_probs) & torch.isfinite(log_probs)
     shared = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": batch.loss_mask & is_finite}
     sums = {}
-    if settings.needs_sums:
+    if needs_sums:
         sums = sums_of_samples(settings, log_probs=log_probs, cu_seqlens=batch.cu_seqlens, cp_group=cp_group, **shared)
-    correction = correct(settings, advantages=batch.advantages.to(dtype), sums=sums, documents=not_none(batch.documents), **shared)
-    weights = correction.weights if batch.importance_weights is None else batch.importance_weights * correction.weights
-    return replace(batch, importance_weights=weights, correction=correction)
+    advantages, documents = batch.advantages.to(log_probs.dtype), not_none(batch.documents)
+    return correct(settings, advantages=advantages, sums=sums, documents=documents, **shared), sums
