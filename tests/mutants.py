@@ -46,7 +46,7 @@ JUDGES = {
     "train/document_steps.py": "accumulation | accumulation train_loop checkpoints",
     "formula.py": "counts own refused explain",
     "weights.py": "counts own declare refused generated_steps",
-    "count.py": "counts refused no_waits",
+    "count.py": "counts refused no_waits layout_primitives",
     "validation/weight_words.py": "own explain",
     "metrics/policy.py": "metrics generated_steps",
     "metrics/further.py": "metrics generated_steps",
