@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -50,76 +50,29 @@ class PolicySample:
         return self.loss_mask.shape[0]
 
 
-class UnweightedSample(Protocol):
-    """A sample from a rollout, from any trainer: lists, or CPU tensors, which are not copied."""
-
-    @property
-    def tokens(self) -> Sequence[int] | Tensor: ...  # prompt and response
-
-    @property
-    def loss_mask(self) -> Sequence[int] | Tensor: ...  # one a response token
-
-    @property
-    def prompt_id(self) -> int | str: ...
-
-    @property
-    def rollout_id(self) -> int | str | None: ...  # equal for the samples of one rollout, of the whole step; None: it is a rollout
-
-    @property
-    def advantage(self) -> float: ...
-
-    @property
-    def old_log_probs(self) -> Sequence[float] | Tensor | None: ...  # one a response token
-
-    @property
-    def ref_log_probs(self) -> Sequence[float] | Tensor | None: ...
-
-    @property
-    def rollout_log_probs(self) -> Sequence[float] | Tensor | None: ...
-
-    @property
-    def policy_version(self) -> int | None: ...
-
-    @property
-    def routes(self) -> Sequence[Sequence[Sequence[int]]] | Tensor | None: ...  # [num_moe_layers][tokens - 1][topk], of experts
-
-    @property
-    def kept_ids(
-        self,
-    ) -> Sequence[Sequence[int]] | SamplingSupport | None: ...  # a set for each response token
-
-    @property
-    def kept_mass(self) -> Sequence[float] | Tensor | None: ...
-
-    @property
-    def teacher_log_probs(self) -> Sequence[float] | Tensor | None: ...
-
-    @property
-    def teacher_topk_ids(self) -> Sequence[Sequence[int]] | Tensor | None: ...  # [response tokens][K]
-
-    @property
-    def teacher_topk_log_probs(self) -> Sequence[Sequence[float]] | Tensor | None: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSample:
-    """An UnweightedSample as plain numbers: any rank and any other framework can take it."""
+    """A sample from a rollout as plain numbers, R of them a response: any rank and any other framework can take it."""
 
     tokens: list[int]  # prompt and response
-    loss_mask: list[int]  # one a response token
+    loss_mask: list[int]  # [R]
     prompt_id: int | str
     advantage: float
-    old_log_probs: list[float] | None = None
-    ref_log_probs: list[float] | None = None
-    rollout_log_probs: list[float] | None = None
+    old_log_probs: list[float] | None = None  # [R]
+    ref_log_probs: list[float] | None = None  # [R]
+    rollout_log_probs: list[float] | None = None  # [R]
     policy_version: int | None = None
-    routes: list[list[list[int]]] | None = None
-    kept_ids: list[list[int]] | None = None
-    kept_mass: list[float] | None = None
-    teacher_log_probs: list[float] | None = None
-    teacher_topk_ids: list[list[int]] | None = None
-    teacher_topk_log_probs: list[list[float]] | None = None
-    rollout_id: int | str | None = None
+    routes: list[list[list[int]]] | None = None  # [num_moe_layers][tokens - 1][topk], of experts
+    kept_ids: list[list[int]] | None = None  # a set for each response token
+    kept_mass: list[float] | None = None  # [R]
+    teacher_log_probs: list[float] | None = None  # [R]
+    teacher_topk_ids: list[list[int]] | None = None  # [R][K]
+    teacher_topk_log_probs: list[list[float]] | None = None  # [R][K]
+    rollout_id: int | str | None = None  # equal for the samples of one rollout, of the whole step; None: it is a rollout
+
+
+# Any trainer's object with the fields of a StepSample: lists, or CPU tensors, which are not copied.
+UnweightedSample = Any
 
 
 def weigh_samples(
