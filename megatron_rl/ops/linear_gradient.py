@@ -39,10 +39,13 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.ops.backends import first_order_only
 from megatron_rl.ops.linear_head import (
+    CPU_TEMPORARY_BYTES,
+    TEMPORARY_BYTES,
     Chunk,
     LinearHead,
     accumulator_dtype,
     add_weight_gradient,
+    blocks,
     chunk_logits,
     chunk_operands,
     device_rows,
@@ -233,32 +236,11 @@ def compact_rows(
     sources = kept[num_kept - holes.numel() :]
     order = torch.arange(num_kept)
     order[holes] = sources
-    source_numbers = sources.tolist()
     order, holes, sources = (index.to(logits.device, non_blocking=True) for index in (order, holes, sources))
-    _move_rows(logits, sources, holes, num_kept, source_numbers)
+    most = TEMPORARY_BYTES if logits.is_cuda else CPU_TEMPORARY_BYTES
+    for part in blocks(holes.numel(), logits.shape[1] * logits.itemsize, most):  # torch makes a copy of the rows that move
+        logits[holes[part]] = logits[sources[part]]
     return order, holes, sources
-
-
-def _move_rows(
-    logits: Tensor,  # [n, V_tp]
-    sources: Tensor,  # [m] ascending, on the device, each >= num_kept
-    holes: Tensor,  # [m] on the device, each < num_kept
-    num_kept: int,
-    source_numbers: list[int],  # sources, on the host
-) -> None:
-    """logits[holes] = logits[sources] without memory beside them: the rows behind the last source are free, and a block is gathered
-    there on its way. Each block at least doubles the free rows, so m rows take log2(m) + 2 blocks at most."""
-    kept, sources, left = logits[:num_kept], sources - num_kept, len(source_numbers)
-    while left:
-        free = source_numbers[left - 1] + 1
-        count = min(logits.shape[0] - free, left)
-        if count == 0:  # nothing is free yet: one row goes alone
-            count, block = 1, logits[free - 1 : free]
-        else:
-            block = logits[free : free + count]
-            torch.index_select(logits[num_kept:free], 0, sources[left - count : left], out=block)
-        kept[holes[left - count : left]] = block
-        left -= count
 
 
 def multiply_chunk(

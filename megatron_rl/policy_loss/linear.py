@@ -106,8 +106,8 @@ def linear_policy_loss(
             loss_scale.
     Memory: besides max_logits_bytes, and with a HeadTeacher as much again for its chunk, the gradient of hidden; that of weight
         unless it is main_grad, in weight's dtype if one chunk makes it without sampling_support, else float32; for plan scale-last
-        one more such buffer, unless the micro-batch is one long document and main_grad is not added to in forward; scratch of the
-        torch row kernels and of a teacher, up to six times 4 MiB on the CPU and 256 MiB on CUDA.
+        one more such buffer, unless the micro-batch is one long document and main_grad is not added to in forward; scratch of
+        rows that move, of the torch row kernels and of a teacher, up to six times 4 MiB on the CPU and 256 MiB on CUDA.
     Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
         sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N, k], and one for a correction of
         samples; with a gradient one more a bin of documents, and before the bins one all-gather of [N]. All cp ranks have the same
