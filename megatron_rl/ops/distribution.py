@@ -176,10 +176,6 @@ class DistributionTerm:
             return gathered[..., :-1]
 
         result = kernels.forward(logits, labels, loss_mask, self.shard, self.tp_group, with_entropy=with_entropy, gather=gather)
-        self._score(logits, rows, result)
-        return result
-
-    def _score(self, logits: Tensor, rows: slice | Tensor, result: RowResult) -> None:
         sums = result.total.new_zeros(logits.shape[0], 3)
         for block in self._blocks(logits):
             sums[block] = self._sums(logits[block], rows, result, block)
@@ -193,6 +189,7 @@ class DistributionTerm:
             value = torch.where(valid_rows(TopKTeacher(*self._pairs(rows)), self.shard.vocab_size), value, torch.nan)
         self.values[rows] = torch.where(self.loss_mask[rows], value, 0.0)
         self._slopes[rows] = slope
+        return result
 
     def write_gradient(
         self,

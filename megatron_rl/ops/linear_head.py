@@ -138,17 +138,13 @@ def add_weight_gradient(
     if _adds_to_float32(gradient.dtype, gradient.device):
         return torch.addmm(out, gradient.t(), hidden, out_dtype=torch.float32, out=out)
     for columns in blocks(out.shape[0], out.shape[1] * out.itemsize):
-        out[columns].add_(_float32_mm(gradient[:, columns].t(), hidden))
+        out[columns].add_(torch.mm(gradient[:, columns].t(), hidden, out_dtype=torch.float32))
     return out
 
 
 def _float32_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if not left.is_cuda:
         return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
-    return _float32_mm(left, right, out=out)
-
-
-def _float32_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32, out=out)
 
 
