@@ -278,7 +278,3 @@ def declared_parameters() -> dict[str, dict[str, Parameter]]:
         for parameter in loss.parameters:
             found.setdefault(parameter.name, {})[loss.name] = parameter
     return found
-
-
-def policy_loss_names() -> tuple[str, ...]:
-    return POLICY_LOSSES.names()

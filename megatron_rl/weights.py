@@ -180,10 +180,6 @@ def get_loss_aggregation(name: str) -> AggregationRecord:
     return AGGREGATIONS[str(name)]
 
 
-def loss_aggregation_names() -> tuple[str, ...]:
-    return AGGREGATIONS.names()
-
-
 # Each rollout weighs the same, and each token of a rollout. GRPO (arXiv:2402.03300); GSPO as published (arXiv:2507.18071).
 sample_mean = register_loss_aggregation("sample_mean", formula="1 / (R M_j)", source="GRPO, GSPO")
 # Each prompt weighs the same, and each token of a prompt. DAPO (arXiv:2503.14476); the prompt average of ScaleRL.

@@ -18,7 +18,7 @@ from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.losses.distillation import DIVERGENCES, DistillationSettings
 from megatron_rl.losses.kl import KL_ESTIMATORS
@@ -35,7 +35,7 @@ from megatron_rl.testing.oracle import (
     scores_of,
     token_weights,
 )
-from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.weights import AGGREGATIONS, get_loss_aggregation
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
 CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows
@@ -152,7 +152,7 @@ CORRECTIONS_AND_LEVELS = [
     *(("none", "token") for _ in range(5)),
 ]
 # Aggregations that count the rows of a rollout: drawn in the place of sample_mean where a rollout has several.
-OF_ROWS = [name for name in loss_aggregation_names() if get_loss_aggregation(name).needs_rows]
+OF_ROWS = [name for name in AGGREGATIONS.names() if get_loss_aggregation(name).needs_rows]
 BOUNDS = {"token": (0.8, 1.25), "sequence_mean": (0.9, 1.1), "sequence_sum": (0.6, 1.7)}
 
 
@@ -224,7 +224,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
     has_usual = usual and (kind, level) in USUAL_BOUNDS
     low, high = (math.nan, math.nan) if loss.clip_ratios is None else CLIP
     rollouts = decks.draw("rollouts", [*ROLLOUTS])
-    aggregation = decks.draw("aggregation", [one for one in loss_aggregation_names() if one not in OF_ROWS])
+    aggregation = decks.draw("aggregation", [one for one in AGGREGATIONS.names() if one not in OF_ROWS])
     if rollouts != "samples" and aggregation == "sample_mean" and decks.draw("counts rows", [False, True]):
         aggregation = decks.draw("of rows", OF_ROWS)
     settings = DenseSettings(
@@ -597,4 +597,4 @@ def is_live(masked: str, index: int, numbers: random.Random) -> bool:
     return masked == "none" or (masked == "the second" and index != 1)
 
 
-CASES = [case for name in policy_loss_names() for case in cases_of(name)]
+CASES = [case for name in POLICY_LOSSES.names() for case in cases_of(name)]

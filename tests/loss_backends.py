@@ -15,11 +15,11 @@ import torch
 from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.policy_loss import linear_policy_loss, policy_loss
 
-LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}
+LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in POLICY_LOSSES.names()}
 # Per-token options of a loss; the rest is [N] and follows the logits by itself.
 PER_TOKEN = ("importance_weights", "ref_log_probs")
 

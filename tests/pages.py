@@ -36,7 +36,7 @@ from megatron_rl.__main__ import main as megatron_rl
 from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
 from megatron_rl.commands import doctor
 from megatron_rl.config import CorrectionLevel, LaunchMethod, flag_fields
-from megatron_rl.declare import POLICY_LOSSES, declared_parameters, get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, declared_parameters, get_policy_loss
 from megatron_rl.losses.corrections import CORRECTIONS
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.validation import flag_of, methods_of_flags
@@ -199,7 +199,7 @@ def with_tables(text: str, tables: dict[str, Iterable[str]]) -> str:
 
 def of_losses() -> str:
     """The page with its table as the docstrings of the losses have it."""
-    functions = {name: get_policy_loss(name).function for name in policy_loss_names()}
+    functions = {name: get_policy_loss(name).function for name in POLICY_LOSSES.names()}
     rows = {
         f"[`{name}`](../{function.__module__.replace('.', '/')}.py)": guide_of(name, str(inspect.getdoc(function)))
         for name, function in functions.items()

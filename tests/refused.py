@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl import Parameter, register_correction, register_loss_aggregation, register_policy_loss
 from megatron_rl.config import LaunchMethod, PolicyLossConfig
 from megatron_rl.count import StepTotals, count_step
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import CorrectionSettings
@@ -452,7 +452,7 @@ WARNED = [
     {"kl_coefficient": 0.1, **OWN},
 ]
 # Beside WARNED: nothing is said of these. A warning at every start is read by nobody.
-NOT_WARNED = [{}, TOKEN_MEAN, {"kl_coefficient": 0.1}, *({"policy_loss": name} for name in policy_loss_names())]
+NOT_WARNED = [{}, TOKEN_MEAN, {"kl_coefficient": 0.1}, *({"policy_loss": name} for name in POLICY_LOSSES.names())]
 
 
 def launch(settings: dict) -> Settings:

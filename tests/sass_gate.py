@@ -37,7 +37,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_rl import grpo_loss, gspo_loss
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.ops.backends import resolve_backend, vocab_shard
@@ -314,7 +314,7 @@ SIZES = [
     *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
 ]
 TEMPERATURES = (1.0, 0.7)
-TRITON_LOSSES = [name for name in policy_loss_names() if get_policy_loss(name).triton]
+TRITON_LOSSES = [name for name in POLICY_LOSSES.names() if get_policy_loss(name).triton]
 
 
 class PretendedPair:

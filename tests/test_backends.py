@@ -101,7 +101,7 @@ except ConfigError as error:
 else:
     raise SystemExit('it ran')
 """
-HUB = "from megatron_rl.weights import get_loss_aggregation; from megatron_rl.declare import get_policy_loss, policy_loss_names; "
+HUB = "from megatron_rl.weights import get_loss_aggregation; from megatron_rl.declare import get_policy_loss, POLICY_LOSSES; "
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_what_a_fresh_process_has():
     """FB-80: Triton decides when a kernel is defined whether it interprets. The registries are full at the first look, whichever it
     is, and who does not compile does not import the compiler, which takes seconds."""
     looks = ["assert get_policy_loss('grpo').name == 'grpo'", "get_loss_aggregation('sample_mean')"]
-    looks += [f"assert sorted(policy_loss_names()) == {sorted(LOSSES)}"]
+    looks += [f"assert sorted(POLICY_LOSSES.names()) == {sorted(LOSSES)}"]
     codes = [*(HUB + look for look in looks), ONES_OWN_GRPO, GRADIENT]
     codes += [TRITON_ON_CPU] if backends.why_triton_is_missing() is None and not torch.cuda.is_available() else []
     run_in_children(*codes)

@@ -18,7 +18,7 @@ from loss_backends import KERNEL
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND
-from megatron_rl.declare import LossValue, get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, LossValue, get_policy_loss
 from megatron_rl.losses.corrections import CORRECTIONS, CorrectionValue
 from megatron_rl.losses.kl import KL_ESTIMATORS, KLValue, kl_estimate
 from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
@@ -75,7 +75,7 @@ def value_alone_of(record):
 
 
 @pytest.mark.parametrize("clip", [CLIP, (0.0, 0.0)], ids=["", "an edge at the ratio 1"])
-@pytest.mark.parametrize(("name", "has_defaults"), with_numbers(policy_loss_names()))
+@pytest.mark.parametrize(("name", "has_defaults"), with_numbers(POLICY_LOSSES.names()))
 def test_the_declared_derivative_is_that_of_the_declared_value(name, has_defaults, clip):
     """FB-93: in float64, at the edges of the clip and of the log-ratio, and at the advantage 0. A declared constant is detached."""
     loss = get_policy_loss(name)
@@ -91,7 +91,7 @@ def test_the_declared_derivative_is_that_of_the_declared_value(name, has_default
     assert want.derivative.any(), "the value has a gradient"
 
 
-@pytest.mark.parametrize("name", [name for name in policy_loss_names() if name != "dro"])
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES.names() if name != "dro"])
 def test_an_advantage_of_zero_gives_nothing(name):
     """But in DRO, whose penalty stays."""
     loss = get_policy_loss(name)
@@ -139,7 +139,7 @@ def test_the_probability_of_a_sampler_is_at_most_1(name, low, of):
 
 @pytest.mark.parametrize("clip", [(0.2, 0.25), (0.0, 0.0), (1.0, 0.28)], ids=str)
 @pytest.mark.parametrize(
-    ("name", "has_defaults"), with_numbers([name for name in policy_loss_names() if get_policy_loss(name).triton])
+    ("name", "has_defaults"), with_numbers([name for name in POLICY_LOSSES.names() if get_policy_loss(name).triton])
 )
 @pytest.mark.kernel
 @KERNEL[1]

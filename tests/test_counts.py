@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron_rl.count import StepTotals, count_step, prompt_digest
 from megatron_rl.errors import DataError
 from megatron_rl.weights import (
+    AGGREGATIONS,
     get_loss_aggregation,
-    loss_aggregation_names,
     register_loss_aggregation,
     regularizer_weights,
     sample_token_weights,
@@ -58,7 +58,7 @@ GOLDEN_OF_ROLLOUTS = [
 
 
 def test_each_built_in_aggregation_has_its_values_by_hand():
-    names = set(loss_aggregation_names())
+    names = set(AGGREGATIONS.names())
     assert {row.values[0] for row in GOLDEN} == {row[0] for row in GOLDEN_OF_ROLLOUTS} == names, "add its rows"
 
 
@@ -103,7 +103,7 @@ def test_a_step_of_rollouts_by_hand(name, weights, loss):
     assert torch.equal(regularizer_weights(step[1], TOTALS, step[3].tokens), weights_of("sample_mean", step))
 
 
-@pytest.mark.parametrize("name", loss_aggregation_names())
+@pytest.mark.parametrize("name", AGGREGATIONS.names())
 def test_a_rollout_of_one_sample_weighs_as_a_sample(name):
     """Bitwise, with ids and without. A KL coefficient means the same in every mode."""
     with_ids = count_step(None, PROMPTS, token_counts=TOKENS, rollout_ids=range(7))

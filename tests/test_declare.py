@@ -25,7 +25,7 @@ from megatron_rl import (
 )
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import FURTHER_INPUTS, get_policy_loss, policy_loss_names
+from megatron_rl.declare import FURTHER_INPUTS, POLICY_LOSSES, get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses.kl import KL_ESTIMATORS
@@ -39,7 +39,7 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it(own_loss
     assert get_policy_loss("megatron_rl.losses.gspo.gspo") is get_policy_loss("gspo")
     assert get_loss_aggregation("megatron_rl.weights.token_mean") is get_loss_aggregation("token_mean")
     assert get_policy_loss("own_losses.heeding") is get_policy_loss("own_heeding")
-    assert {"own_losses.heeding", "own_heeding"} <= set(policy_loss_names())
+    assert {"own_losses.heeding", "own_heeding"} <= set(POLICY_LOSSES.names())
     with pytest.raises(ConfigError, match="KL estimator 3 must be a name"):  # from a YAML file, as a host reads it
         KL_ESTIMATORS[3]
 
@@ -153,7 +153,7 @@ def test_a_loss_that_is_right_or_cannot_be_judged_is_let_through(name):
 
 def test_nothing_built_in_contradicts_its_declaration(monkeypatch):
     monkeypatch.setattr(own_functions.POLICY_LOSSES, "is_built_in", lambda name: False)
-    for name in policy_loss_names():
+    for name in POLICY_LOSSES.names():
         assert list(own_functions.loss_problems(PolicyLossConfig(policy_loss=name))) == []
     for name in KL_ESTIMATORS.names():
         assert list(own_functions.estimator_problems(KL_ESTIMATORS[name])) == []
@@ -220,7 +220,7 @@ OPTIONS = {"advantages_per": "sample", "tp_group": SINGLE, "cp_group": SINGLE}
 
 def run_with(result, level: str = "token"):
     """A loss of its own, of which `result` makes what it returns of a value and its derivative."""
-    name = f"odd_{len(policy_loss_names())}"
+    name = f"odd_{len(POLICY_LOSSES.names())}"
     register_policy_loss(name, level)(lambda log_ratio, advantages: result(-advantages * log_ratio, -advantages))
     return run_loss(functools.partial(policy_loss, name), BATCH, **OPTIONS)
 

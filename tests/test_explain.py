@@ -38,7 +38,7 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch
-from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.weights import AGGREGATIONS, get_loss_aggregation
 
 # Step S of tests/helpers.py; the last response has no unmasked token.
 S = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b", "--loss-masks", "11,1111,1,000"]
@@ -81,7 +81,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 # row_mean is sample_mean where each sample is a rollout, and is not shown then.
-SHOWN = tuple(name for name in loss_aggregation_names() if name != "row_mean")
+SHOWN = tuple(name for name in AGGREGATIONS.names() if name != "row_mean")
 WEIGHTS_BY_HAND = {row.values[0]: row.values[1] for row in GOLDEN}
 
 

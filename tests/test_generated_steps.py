@@ -41,7 +41,7 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.layout.groups import ParallelGroups
@@ -553,7 +553,7 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
 
 def test_the_steps_are_worth_their_time():
     """Each loss meets each shape and kind of entry, and each bound has ratios on both sides of it."""
-    for name in policy_loss_names():
+    for name in POLICY_LOSSES.names():
         of_loss = [case for case in CASES if case.loss == name]
         assert {case.shape for case in of_loss} == set(SHAPES), name
         assert {case.entry.head for case in of_loss} == {"logits", "hidden", "log_probs"}, name
@@ -562,5 +562,5 @@ def test_the_steps_are_worth_their_time():
         has_clip = get_policy_loss(name).clip_ratios is not None
         assert not has_clip or sum(0 < share < 1 for share in shares) >= len(shares) // 4, name
     with_sets = [case for case in CASES if case.kept != "all"]
-    assert {(case.loss, case.kept) for case in with_sets} == set(itertools.product(policy_loss_names(), KEPT))
+    assert {(case.loss, case.kept) for case in with_sets} == set(itertools.product(POLICY_LOSSES.names(), KEPT))
     assert {(case.settings.correction, case.settings.level) for case in with_sets} == set(CORRECTIONS_AND_LEVELS)

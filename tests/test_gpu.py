@@ -17,7 +17,7 @@ from linear_cases import HeadBatch, by_logits, on_device, plan_of, run
 from torch import Tensor
 
 from megatron_rl import grpo_loss, gspo_loss
-from megatron_rl.declare import policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES
 from megatron_rl.layout import SINGLE
 from megatron_rl.ops.linear_head import (
     TEMPORARY_BYTES,
@@ -87,7 +87,7 @@ def capturable_step(loss, options):
     return leaf, step
 
 
-@pytest.mark.parametrize("name", policy_loss_names())
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
 @pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
 @pytest.mark.parametrize("declared", ["nothing", "loss_scale", "loss_scale, one read", "assumed, one read"])
 def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace, declared, monkeypatch):

@@ -106,11 +106,11 @@ def test_a_problem_of_one_rank_stops_the_others_too(pool):
     ],
 )
 def test_an_actor_judges_its_kernels_and_the_release_that_trains_its_experts(settings, says, monkeypatch):
-    def check_backend(backend: str, device: torch.device) -> None:
+    def resolve_backend(backend: str, logits: torch.Tensor) -> None:
         if backend != "auto":
             raise ConfigError(f"no {backend} on this device")
 
-    monkeypatch.setattr(model_notes, "check_backend", check_backend)
+    monkeypatch.setattr(model_notes, "resolve_backend", resolve_backend)
     monkeypatch.setattr(model_notes, "expert_replicas_drift", lambda: True)
     monkeypatch.setattr(checks, "group_problems", lambda args: [])
     args = Namespace(loss_aggregation="sample_mean", **CUSTOM_LOSS, **settings)

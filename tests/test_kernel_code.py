@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import TRITON_OF_TORCH
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 
 TESTS = Path(__file__).resolve().parent
 TRITONS = sorted(set(TRITON_OF_TORCH.values()))
 EVERY = os.environ.get("EVERY_LAUNCH", "0") not in ("", "0")
 NOT_HERE = 3  # sass_gate.NOT_HERE
-TRITON_LOSSES = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
+TRITON_LOSSES = tuple(name for name in POLICY_LOSSES.names() if get_policy_loss(name).triton)
 
 
 @dataclass(frozen=True)

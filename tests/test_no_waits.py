@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rl import StepTotals, count_step
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
@@ -70,7 +70,7 @@ def everything(batch: Batch) -> dict:
 # What a loss is given -> where bounds, weights and counts of documents lie; advantages lie beside the logits.
 GIVEN = {"everything": "cuda", "everything, numbers of documents on the host": "cpu", "advantages a token": "cuda"}
 # What a host does depends on level and anchor: one loss of each kind. Interpreted kernels take seconds.
-OF_EACH_KIND = {(get_policy_loss(kind).level, get_policy_loss(kind).anchor): kind for kind in reversed(policy_loss_names())}
+OF_EACH_KIND = {(get_policy_loss(kind).level, get_policy_loss(kind).anchor): kind for kind in reversed(POLICY_LOSSES.names())}
 ON_TRITON = [pytest.mark.slow, pytest.mark.skipif(not is_interpreted(), reason="Triton is not in its interpreter here")]
 
 

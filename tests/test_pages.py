@@ -29,11 +29,11 @@ from test_refused import only_built_in_names  # noqa: F401  (what other tests re
 
 import benchmarks.__main__ as benchmarks
 from megatron_rl.commands.main import COMMANDS, command_module
-from megatron_rl.declare import policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES
 from megatron_rl.hosts import roll, skyrl
 from megatron_rl.hosts.choice import CORRECTION_SETTINGS
 from megatron_rl.hosts.heads import nemo_rl as nemo_rl_head
-from megatron_rl.weights import loss_aggregation_names
+from megatron_rl.weights import AGGREGATIONS
 
 # The changelog names flags, files and command lines that went.
 OF_TODAY = [page for page in pages.all_pages() if page != "CHANGELOG.md"]
@@ -71,7 +71,7 @@ def test_every_module_and_path_of_a_page_exists(page):
     """In code, from the root of the repository, from megatron_rl/ or from the page; test_x.py stands in tests/."""
     words = [word.rstrip(",;") for text in [*spans(page), *(fence.text for fence in fences(page))] for word in text.split()]
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
-    in_verl = {f"megatron_rl.{loss}.{aggregation}" for loss in policy_loss_names() for aggregation in loss_aggregation_names()}
+    in_verl = {f"megatron_rl.{loss}.{aggregation}" for loss in POLICY_LOSSES.names() for aggregation in AGGREGATIONS.names()}
     in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS} | {skyrl.LOG_PROBS}
     beside_their_trainer = {roll.WORKER, nemo_rl_head.OUR_WORKER}
     assert sorted(name for name in dotted - in_verl - in_skyrl - beside_their_trainer if not resolves(name)) == []

@@ -35,7 +35,7 @@ from megatron_rl.testing.layout_step import (
     run_schedule,
 )
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.weights import loss_aggregation_names
+from megatron_rl.weights import AGGREGATIONS
 
 DOUBLE, NAN, INF = torch.float64, float("nan"), float("inf")
 CLIP = 0.4
@@ -148,7 +148,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
-@pytest.mark.parametrize("aggregation", loss_aggregation_names())
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.names())
 @pytest.mark.parametrize(("sizes", "num_microbatches", "slice_of"), CUTS)
 def test_the_parts_sum_to_the_loss_and_gradient_of_one_process(sizes, num_microbatches, slice_of, aggregation, clip):
     """Catches a count of a micro-batch or of a slice, and a factor of cp, dp or M. Each tp rank has the same."""

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from megatron_rl.declare import PolicyLoss, get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, PolicyLoss, get_policy_loss
 from megatron_rl.policy_loss.reduce_torch import LossValues, evaluate
 
 # A token of probability 0.3 after the step, and the ratios that the sampler's probability then gives.
@@ -46,7 +46,7 @@ def without_steps(values: Tensor) -> Tensor:
 
 
 def main() -> Path:
-    panels: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in policy_loss_names()]
+    panels: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in POLICY_LOSSES.names()]
     at = [name for name, _, _ in panels].index("grpo") + 1
     panels.insert(at, ("grpo, clip_ratio_c 2", "grpo", {"clip_ratio_c": 2.0}))
     figure = Figure(figsize=(13, 7.2))

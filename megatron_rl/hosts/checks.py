@@ -14,7 +14,7 @@ from functools import cache
 
 from megatron_rl.arguments import read_number, read_switch
 from megatron_rl.config import NO_CORRECTION, LaunchMethod, SupportUse, flag_fields
-from megatron_rl.declare import declared_parameters, get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, declared_parameters, get_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import (
     ADVANTAGES,
@@ -250,7 +250,7 @@ def advantage_is_the_weighted_reward(launch: HostLaunch) -> Iterator[str]:
     estimator, reducer = launch["advantage_estimator"], launch["custom_pg_loss_reducer_function_path"]
     loss_type, function, loss = launch["loss_type"], launch["custom_loss_function_path"], launch.ours("policy_loss")
     is_foreign_loss = loss_type == "custom_loss" and function is not None and not names_ours(function, "custom_loss")
-    is_typed = launch.has_our_loss and loss in policy_loss_names()
+    is_typed = launch.has_our_loss and loss in POLICY_LOSSES.names()
     given = {
         f"--advantage-estimator {estimator}": estimator not in HOMOGENEOUS_ESTIMATORS,
         f"--kl-coef {launch['kl_coef']}": launch["kl_coef"],

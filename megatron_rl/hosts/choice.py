@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron_rl.arguments import read_number
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, flag_fields
 from megatron_rl.count import StepTotals
-from megatron_rl.declare import PolicyLoss, get_policy_loss, is_finite_number, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, PolicyLoss, get_policy_loss, is_finite_number
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, is_proportional, step_line
 from megatron_rl.hosts.run import Run
@@ -23,7 +23,7 @@ from megatron_rl.losses.corrections import CorrectionSettings, counted_twice
 from megatron_rl.losses.kl import KL_ESTIMATORS
 from megatron_rl.validation import Settings
 from megatron_rl.validation.own_functions import own_function_problems
-from megatron_rl.weights import AggregationRecord, get_loss_aggregation, loss_aggregation_names
+from megatron_rl.weights import AGGREGATIONS, AggregationRecord, get_loss_aggregation
 
 ABSENT = object()  # a name that is not set, where None is a value that somebody has set
 # Our settings of the correction for the sampler, by the names of PolicyLossConfig.
@@ -156,14 +156,14 @@ class Offer:
 
     def pairs(self) -> list[tuple[str, str]]:
         """(loss, aggregation), all that can be trained there by name."""
-        losses = [get_policy_loss(name) for name in policy_loss_names() if "." not in name]
-        records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
+        losses = [get_policy_loss(name) for name in POLICY_LOSSES.names() if "." not in name]
+        records = [get_loss_aggregation(name) for name in AGGREGATIONS.names() if "." not in name]
         return [(loss.name, record.name) for record in records for loss in losses if self.refusal(loss, record) is None]
 
     def choose(self, typed: object) -> tuple[str, str]:
         """(loss, aggregation), by name or module.function, which is imported. Raises ConfigError, which lists what there is."""
         words = str(typed).removeprefix(self.prefix).split(".")
-        losses, aggregations = policy_loss_names(), loss_aggregation_names()
+        losses, aggregations = POLICY_LOSSES.names(), AGGREGATIONS.names()
         halves = [(".".join(words[:cut]), ".".join(words[cut:])) for cut in range(1, len(words))]
         halves = [(loss, one) for loss, one in halves if (loss in losses or "." in loss) and (one in aggregations or "." in one)]
         halves.sort(key=lambda half: -((half[0] in losses) + (half[1] in aggregations)))

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.installed import expert_replicas_drift, unscaled_indexer
-from megatron_rl.ops.backends import check_backend
+from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.experts import drift_problem
 
@@ -32,7 +32,7 @@ def group_problems(args: Mapping[str, object]) -> Iterator[str]:
 
 def kernel_problems(backend: str) -> list[str]:
     try:
-        check_backend(backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        resolve_backend(backend, torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"))
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_rl.config import NO_CORRECTION
-from megatron_rl.declare import get_policy_loss, policy_loss_names
+from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.validation import flag_of
 
 
@@ -92,6 +92,6 @@ def typed_readers(value_of: Callable[[str], Any], spell: Callable[[str, Any], st
     given = {name: value_of(name) for name in ("importance_correction", "off_policy_sequence_delta")}
     found = [spell(name, value) for name, value in given.items() if value not in (None, NO_CORRECTION)]
     loss = value_of("policy_loss")
-    if loss in policy_loss_names() and "rollout_log_probs" in get_policy_loss(loss).inputs_needed:
+    if loss in POLICY_LOSSES.names() and "rollout_log_probs" in get_policy_loss(loss).inputs_needed:
         found.append(spell("policy_loss", loss))
     return found

@@ -67,11 +67,6 @@ def resolve_backend(
     return Backend.TRITON
 
 
-def check_backend(backend: str, device: torch.device) -> None:
-    """Raises resolve_backend's errors for logits on `device`, so that a launch fails at its start and not at its first loss."""
-    resolve_backend(backend, torch.empty(0, dtype=torch.float32, device=device))
-
-
 def is_interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter. Triton decides it when a kernel is defined, for the whole process."""
     if why_triton_is_missing() is not None:

@@ -37,7 +37,7 @@ def row_statistics_reference(
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
     """Reads each row once. Masked rows are not read on the CPU; on CUDA they are read, because finding them would synchronise."""
     dtype = working_dtype(logits)
-    loss_mask = every_row(labels) if loss_mask is None else loss_mask
+    loss_mask = torch.ones_like(labels, dtype=torch.bool) if loss_mask is None else loss_mask
     statistics = logits.new_zeros(logits.shape[0], 4 if with_entropy else 3, dtype=dtype)
     statistics[:, 1] = 1.0
     for rows, scratch in _chunks(logits, loss_mask, dtype, shard.num_columns):
@@ -81,7 +81,7 @@ def merge_shards(
     log_total = total.log()
     log_probs = (t.amax(0) - maximum) * shard.inverse_temperature - log_total
     zero = torch.zeros_like(log_probs)
-    loss_mask = every_row(maximum) if loss_mask is None else loss_mask
+    loss_mask = torch.ones_like(maximum, dtype=torch.bool) if loss_mask is None else loss_mask
     entropy = zero
     if gathered.shape[-1] == 4:
         entropy = log_total - (scale * (gathered[..., 3] + shift * s)).sum(0) / total
@@ -123,7 +123,7 @@ def logits_gradient_torch(
     dtype = working_dtype(logits)
     if coefficients is None:
         coefficients = torch.zeros_like(total)
-    loss_mask = every_row(labels) if loss_mask is None else loss_mask
+    loss_mask = torch.ones_like(labels, dtype=torch.bool) if loss_mask is None else loss_mask
     is_needed = loss_mask & (coefficients != 0)
     if entropy_coefficients is not None:
         is_needed |= loss_mask & (entropy_coefficients != 0)
@@ -156,11 +156,6 @@ def logits_gradient_torch(
         if not direct or logits.is_cuda:
             out[rows, : shard.num_columns] = gradient.to(out.dtype)
     return out
-
-
-def every_row(like: Tensor) -> Tensor:  # [T] -> [T] bool
-    """A mask of all rows, where the caller gave none."""
-    return torch.ones_like(like, dtype=torch.bool)
 
 
 def working_dtype(logits: Tensor) -> torch.dtype:

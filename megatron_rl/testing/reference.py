@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig
-from megatron_rl.declare import COMPUTED_INPUTS, LossValue, PolicyLoss, get_policy_loss, policy_loss_names
+from megatron_rl.declare import COMPUTED_INPUTS, POLICY_LOSSES, LossValue, PolicyLoss, get_policy_loss
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.model import global_parameter_name, transformer_config
@@ -26,7 +26,7 @@ CLIP_OF_TOKENS, CLIP_OF_MEANS = (0.15, 0.25), (3e-4, 4e-4)
 # The losses that a truth is computed for: those that need nothing that a caller would pass. A clip of None: the loss has none.
 CLIPS: dict[str, tuple[float, float] | None] = {
     name: None if loss.clip_ratios is None else CLIP_OF_MEANS if loss.clips_means else CLIP_OF_TOKENS
-    for name, loss in ((name, get_policy_loss(name)) for name in policy_loss_names())
+    for name, loss in ((name, get_policy_loss(name)) for name in POLICY_LOSSES.names())
     if {*loss.needs} <= {*COMPUTED_INPUTS}
 }
 # Parameters at which the ratios lie on both sides of a bound that is no clip; the probability of a token here is near 1 / 61.

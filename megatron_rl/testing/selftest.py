@@ -52,7 +52,8 @@ from megatron_rl.testing.reference import (
     scores_of,
     with_anchors,
 )
-from megatron_rl.weights import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.weights import AGGREGATIONS as REGISTERED
+from megatron_rl.weights import get_loss_aggregation
 
 # The bounds of the corrections' ratios.
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -75,7 +76,7 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
     return {**correction, "importance_correction_low": low, "importance_correction_high": high, **others}
 
 
-AGGREGATIONS = tuple(name for name in loss_aggregation_names() if name in oracle.AGGREGATIONS)
+AGGREGATIONS = tuple(name for name in REGISTERED.names() if name in oracle.AGGREGATIONS)
 PROBE = "schedule probe"
 LOGITS, FUSED = "logits", "fused head"
 ALL_TERMS = "KL + entropy + temperature"

@@ -28,7 +28,7 @@ from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.routing import RouteRecorder, forget_recomputations, replay_problems
 from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
 from megatron_rl.metrics.step import step_metrics
-from megatron_rl.ops.backends import check_backend
+from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, Sampler, SamplingSettings
 from megatron_rl.train.hf_model import HFModel
@@ -75,7 +75,7 @@ class PolicyTrainer:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        check_backend(config.policy_loss_backend, device)
+        resolve_backend(config.policy_loss_backend, torch.empty(0, device=device))  # not at the first loss
         self.settings, self.config, self.device = settings, config, device
         self.groups = resolve_groups()
         self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)

@@ -16,7 +16,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.rewards import HostCounts, count_rollouts
 from megatron_rl.validation.weight_words import mean_strength_of, samples_of_mean_1
-from megatron_rl.weights import AGGREGATIONS, AggregationRecord, get_loss_aggregation, loss_aggregation_names, sample_token_weights
+from megatron_rl.weights import AGGREGATIONS, AggregationRecord, get_loss_aggregation, sample_token_weights
 
 REFERENCE = "sample_mean"
 # Scales that differ by rounding alone are one scale.
@@ -96,7 +96,7 @@ def shown_configs(args: Namespace, method: LaunchMethod, step: StepInput) -> tup
     is_own = chosen is not None and "." in chosen
     if args.host is not None or (chosen is not None and not is_own):
         return [judged()], []
-    names = [name for name in loss_aggregation_names() if get_loss_aggregation(name).name == name]  # else a second name
+    names = [name for name in AGGREGATIONS.names() if get_loss_aggregation(name).name == name]  # else a second name
     if is_own:
         names = [chosen, *filter(AGGREGATIONS.is_built_in, names)]
     divisor, configs, left_out = args.loss_aggregation_divisor, [], []
