@@ -116,7 +116,7 @@ def truth(
     if factors is not None:
         step = [replace(one, importance=[*of_one]) for one, of_one in zip(step, factors, strict=True)]
     live = torch.cat([leaf[torch.tensor(sample.loss_mask, dtype=torch.bool)] for leaf, sample in zip(leaves, samples, strict=True)])
-    loss = StepTerms(step, Scores(live, torch.zeros_like(live), live), settings_of(config)).loss()
+    loss = StepTerms(step, Scores(live, torch.zeros_like(live)), settings_of(config)).loss()
     loss.backward()
     return float(loss.detach()), gradients_of(leaves)
 

@@ -330,12 +330,11 @@ def scores_over(
     kept: Sequence[Sequence[int]],  # empty: all ids
 ) -> Scores:
     scores = scores_of(logits, labels, settings)
-    full, entropy = scores.log_probs, scores.entropy
     if not kept:
-        return Scores(full, entropy, full)
+        return scores
     rows = torch.log_softmax(logits.double() / settings.temperature, -1)
     new = torch.stack([over_kept(*of_token) for of_token in zip(rows, kept, labels, strict=True)])
-    return Scores(new, entropy, new)
+    return Scores(new, scores.entropy)
 
 
 @dataclass(frozen=True)

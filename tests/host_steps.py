@@ -353,7 +353,7 @@ def truth_of(case: Case, samples: list[Sample], settings: dict) -> Truth:
     rows = [leaf[sample.prompt - 1 + torch.tensor(sample.unmasked()).long()] for sample, leaf in zip(samples, leaves, strict=True)]
     new = torch.cat([sample.scores(of_one, sample.unmasked()) for sample, of_one in zip(samples, rows, strict=True)])
     log_p = torch.log_softmax(torch.cat(rows) / TEMPERATURE, -1)
-    scores = Scores(new, -(log_p.exp() * log_p).sum(-1), new)
+    scores = Scores(new, -(log_p.exp() * log_p).sum(-1))
     terms = StepTerms(step, scores, of_policy)
     without_dual_clip = replace(of_policy, parameters=of_policy.parameters | {"clip_ratio_c": math.inf})
     is_clipped = StepTerms(step, scores, without_dual_clip).is_clipped  # as the hosts count

@@ -71,7 +71,7 @@ def coefficients_of_the_oracle(name: str, sign: float, **options) -> list[float]
     ]
     of_tokens = {"aggregation": "constant", "divisor": 1 / len(samples)}  # each weighs 1
     settings = oracle.DenseSettings(loss=name, low=low, high=high, parameters=loss.resolve_parameters(options), **of_tokens)
-    oracle.StepTerms(samples, oracle.Scores(leaf, torch.zeros(6), leaf), settings).loss().backward()
+    oracle.StepTerms(samples, oracle.Scores(leaf, torch.zeros(6)), settings).loss().backward()
     return leaf.grad.tolist()
 
 

@@ -271,7 +271,6 @@ class Scores:
 
     log_probs: Tensor
     entropy: Tensor
-    compared: Tensor  # the log-probabilities that the KL term compares with ref
 
 
 def scores_of(
@@ -281,8 +280,7 @@ def scores_of(
 ) -> Scores:
     rows = torch.log_softmax(logits.double() / settings.temperature, -1)
     one_hot = torch.nn.functional.one_hot(torch.tensor(labels, dtype=torch.int64, device=rows.device), rows.shape[1])
-    full, entropy = (one_hot * rows).sum(-1), -(rows.exp() * rows).sum(-1)
-    return Scores(full, entropy, full)
+    return Scores((one_hot * rows).sum(-1), -(rows.exp() * rows).sum(-1))
 
 
 def token_weights(samples: Sequence[DenseSample], counts: Sequence[int], settings: DenseSettings) -> list[float]:
@@ -361,7 +359,7 @@ class StepTerms:
         policy_weights = token_weights(self.samples, live, settings)
         other_weights = token_weights(self.samples, live, replace(settings, aggregation="sample_mean"))
         weights, others = (self.factors.new_tensor([of[i] for i in self.owners]) for of in (policy_weights, other_weights))
-        value, trained = ESTIMATORS[settings.kl_estimator](self.scores.compared, self.given("ref"), self.log_ratio)
+        value, trained = ESTIMATORS[settings.kl_estimator](self.new, self.given("ref"), self.log_ratio)
         self.policy = (weights * self.importance * self.factors * self.values).sum()
         self.kl = (others * (value.detach() + trained - trained.detach())).sum()
         self.entropy = (others * self.scores.entropy).sum()

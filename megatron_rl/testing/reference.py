@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def loss_by_hand(step: Sequence[StepSample], scores: Sequence[oracle.Scores], co
     def unmasked(name: str) -> Tensor:
         return torch.cat([getattr(one, name)[mask] for one, mask in zip(scores, masks, strict=True)])
 
-    step_scores = oracle.Scores(unmasked("log_probs"), unmasked("entropy"), unmasked("compared"))
+    step_scores = oracle.Scores(unmasked("log_probs"), unmasked("entropy"))
     return oracle.StepTerms(samples, step_scores, settings_of(config)).loss()
 
 
@@ -126,7 +127,7 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
     loss = get_policy_loss(config.policy_loss)
     low, high = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high) or (math.nan, math.nan)
     return oracle.DenseSettings(
-        loss=loss.name if loss.name in oracle.LOSSES else _own_loss(loss),
+        loss=loss.name if loss.name in oracle.LOSSES else partial(_own_result, loss),
         low=low,
         high=high,
         parameters=loss.resolve_parameters(config.loss_parameters),
@@ -143,19 +144,16 @@ def settings_of(config: PolicyLossConfig) -> oracle.DenseSettings:
     )
 
 
-def _own_loss(loss: PolicyLoss) -> Callable[[oracle.Tokens], oracle.Result]:
-    def sample_result(tokens: oracle.Tokens) -> oracle.Result:
-        size = len(tokens.log_ratio)
-        computed = {"token_counts": torch.full_like(tokens.advantages, float(size)), "entropy": tokens.entropy}
-        inputs = (tokens.log_ratio, tokens.advantages, tokens.log_probs)[: 2 + loss.takes_log_probs]
-        if loss.level == "sequence":
-            inputs = tuple(map(tokens.mean, inputs))
-            computed = {name: tokens.mean(values) for name, values in computed.items()}
-        clips = {} if loss.clip_ratios is None else {"clip_ratio_low": tokens.settings.low, "clip_ratio_high": tokens.settings.high}
-        value = loss.function(*inputs, **{name: computed[name] for name in loss.needs}, **clips, **tokens.settings.parameters)
-        return value.value if isinstance(value, LossValue) else value, torch.zeros(size, dtype=torch.bool)
-
-    return sample_result
+def _own_result(loss: PolicyLoss, tokens: oracle.Tokens) -> oracle.Result:
+    size = len(tokens.log_ratio)
+    computed = {"token_counts": torch.full_like(tokens.advantages, float(size)), "entropy": tokens.entropy}
+    inputs = (tokens.log_ratio, tokens.advantages, tokens.log_probs)[: 2 + loss.takes_log_probs]
+    if loss.level == "sequence":
+        inputs = tuple(map(tokens.mean, inputs))
+        computed = {name: tokens.mean(values) for name, values in computed.items()}
+    clips = {} if loss.clip_ratios is None else {"clip_ratio_low": tokens.settings.low, "clip_ratio_high": tokens.settings.high}
+    value = loss.function(*inputs, **{name: computed[name] for name in loss.needs}, **clips, **tokens.settings.parameters)
+    return value.value if isinstance(value, LossValue) else value, torch.zeros(size, dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True)

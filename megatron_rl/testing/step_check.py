@@ -203,11 +203,11 @@ def settings_alike(samples: Sequence[StepSample], known: Sequence[Tensor], confi
 def _other_aggregations(samples: Sequence[StepSample], config: PolicyLossConfig) -> dict[str, dict[str, Any]]:
     """The settings of the built-in ones, by name. row_mean is sample_mean where each sample is a rollout."""
     has_rollouts = rollout_ids_of(samples) is not None
-    names = [name for name in oracle.AGGREGATIONS if has_rollouts or not get_loss_aggregation(name).needs_rows]
+    others = [get_loss_aggregation(name) for name in oracle.AGGREGATIONS if name != config.loss_aggregation]
     return {
-        name: {"loss_aggregation": name, "loss_aggregation_divisor": DIVISOR if get_loss_aggregation(name).takes_divisor else None}
-        for name in names
-        if name != config.loss_aggregation
+        one.name: {"loss_aggregation": one.name, "loss_aggregation_divisor": DIVISOR if one.takes_divisor else None}
+        for one in others
+        if has_rollouts or not one.needs_rows
     }
 
 
@@ -284,7 +284,7 @@ def dense_step(
     """parts: (sample, place) of the tokens that are a step by themselves, with the counts of their own samples and tokens; (): all
     are one step. Communication: none."""
     leaves = [column.clone().requires_grad_() for sample_rows in known for column in sample_rows.unbind(1)]
-    scores = [oracle.Scores(log_probs, entropy, log_probs) for log_probs, entropy in zip(leaves[::2], leaves[1::2], strict=True)]
+    scores = [oracle.Scores(*columns) for columns in zip(leaves[::2], leaves[1::2], strict=True)]
 
     def loss_of(part: set[tuple[int, int]]) -> Tensor:
         numbers = sorted({number for number, _ in part})

@@ -104,7 +104,10 @@ def read_microbatch(
         if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
             raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
     is_placed = (places[:, 0] >= 0).to(logits.device)
-    whole, found = (whole_columns(values, vocab_size, groups).double() for values in (logits, gradient))
+    shards, is_whole = [logits, gradient], logits.shape[1] >= vocab_size
+    if not is_whole:
+        shards = [torch.cat(list(all_gather_stack(shard.contiguous(), groups.tp)), 1) for shard in shards]
+    whole, found = (columns.double() for columns in shards)
     leaf, padding = whole[is_placed, :vocab_size].requires_grad_(), found[is_placed, vocab_size:].norm(dim=1)
     settings = oracle.DenseSettings(temperature=config.policy_temperature)
     tokens = oracle.scores_of(leaf, [label_of(samples, *place) for place in named], settings)
@@ -117,7 +120,7 @@ def read_microbatch(
     values = torch.stack([column.detach().double() for column in columns], 1).tolist()
     rows = [Row(part, *place, *row_values) for place, row_values in zip(named, values, strict=True)]
     rows += [Row(part, -1, -1, square) for square in found[~is_placed].square().sum(1).tolist() if square]
-    start = 0 if logits.shape[1] >= vocab_size else groups.tp.rank() * logits.shape[1]
+    start = 0 if is_whole else groups.tp.rank() * logits.shape[1]
     microbatch = Microbatch(
         rows=is_placed.nonzero()[:, 0],
         places=named,
@@ -128,11 +131,6 @@ def read_microbatch(
         num_tokens=sum(samples[sample].loss_mask[place] for sample, place in named),
     )
     return microbatch, rows
-
-
-def whole_columns(shard: Tensor, vocab_size: int, groups: ParallelGroups) -> Tensor:  # [rows, V_tp or V] -> [rows, V], with padding
-    """Communication: an all-gather over tp, unless the columns are whole."""
-    return shard if shard.shape[1] >= vocab_size else torch.cat(list(all_gather_stack(shard.contiguous(), groups.tp)), 1)
 
 
 def label_of(samples: Sequence[StepSample], number: int, place: int) -> int:
