@@ -244,7 +244,7 @@ def trained_on_rank(rank, path, config):
     trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
     options = TrainOptions(micro_batch_size=1, rollouts=path)
     found = []
-    documents = DocumentSteps(trainer, options, config)
+    documents = DocumentSteps(trainer, options)
     for step in documents.from_file(ReplayedRollouts(options, trainer), first_rollout=0, state=None):
         metrics = trainer.step(with_ref_log_probs(trainer, step.microbatches))
         found.append((step.samples, [len(part) for part in step.microbatches], metrics))

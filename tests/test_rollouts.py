@@ -32,12 +32,12 @@ from megatron_rl.train.rollouts import (
     Sample,
     SharedRollout,
     group_advantages,
-    mean_reward,
     partition,
-    share_without_signal,
+    rollout_values,
     split_into_steps,
 )
 from megatron_rl.train.tasks import BUILT_IN_TASKS, make_task
+from megatron_rl.train.writers import REWARD, WITHOUT_SIGNAL
 
 
 def make_sample(index: int, prompt_id: str = "p", **changes) -> Sample:
@@ -91,7 +91,7 @@ def test_the_share_of_groups_without_signal_by_hand():
     """Of three groups one has no advantage at all."""
     pairs = [("p", 0.0), ("p", 0.0), ("q", 0.0), ("q", 1.0), ("r", 0.0), ("r", -1.0)]
     samples = [make_sample(index, name, advantage=value) for index, (name, value) in enumerate(pairs)]
-    assert share_without_signal(samples) == pytest.approx(1 / 3)
+    assert rollout_values(samples)[WITHOUT_SIGNAL] == [True, False, False]
 
 
 def test_a_step_has_samples_of_each_data_parallel_rank():
@@ -264,7 +264,7 @@ def rows_of_rollouts(**changes) -> list[Sample]:
 
 def test_the_mean_reward_is_over_rollouts_and_not_over_rows():
     """FB-143: a rollout of many turns would pull the mean to its own reward. Of A, B, C, D it is 1/4, over rows 1/2."""
-    assert mean_reward(rows_of_rollouts()) == 0.25
+    assert rollout_values(rows_of_rollouts())[REWARD] == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("dp_size", "size"), [(1, None), (2, 1), (2, 2), (3, 3)])

@@ -190,11 +190,11 @@ def run_loop(
     )
     if on_trainer is not None:
         on_trainer(trainer)
-    start, _ = restore(trainer, replace(options, resume=resume), config)
+    start, _ = restore(trainer, replace(options, resume=resume))
     if options.save_rollouts is not None and dist.get_rank() == 0:
         cut_rollouts(options.save_rollouts, start.progress.num_rollouts)
     rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
-    return TrainingRun(trainer, rollouts, options, config, start).run(), weights_of(trainer)
+    return TrainingRun(trainer, rollouts, options, start).run(), weights_of(trainer)
 
 
 def metrics_of(output_dir: str | Path) -> list[dict]:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,7 @@ def save_checkpoint(
     """
     directory = Path(directory)
     final = directory / f"step_{step:08d}"
-    partial = final.with_name(final.name + ".partial")
+    partial, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
 
     def make_empty() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -89,7 +90,12 @@ def save_checkpoint(
     def publish() -> None:
         lines = [f"{digest}  {name}\n" for name, digest in checksums.items()]
         (partial / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
-        _replace_directory(final, partial)
+        # An older directory of this step, which `latest` may name, is missing only between two renames.
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         pointer = directory / (LATEST + ".new")
         pointer.write_text(final.name + "\n")
         os.replace(pointer, directory / LATEST)
@@ -274,29 +280,13 @@ def _save_in_this_process(state: dict[str, Any], path: Path) -> None:
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
     threads = SimpleNamespace(get_context=lambda kind: multiprocessing.dummy)
-    before = [(module, module.mp) for module in (async_utils, filesystem_async)]
-    for module, _ in before:
-        module.mp = threads
-    try:
+    with mock.patch.object(async_utils, "mp", threads), mock.patch.object(filesystem_async, "mp", threads):
         dist_checkpointing.save(state, str(path))
-    finally:
-        for module, processes in before:
-            module.mp = processes
 
 
 def on_first_rank(work: Callable[[], None]) -> None:
     """Every rank raises its error. Communication: as on_all_ranks."""
     on_all_ranks(work if dist.get_rank() == 0 else lambda: None)
-
-
-def _replace_directory(final: Path, partial: Path) -> None:
-    """Renames `partial` to `final`. An older `final`, which `latest` may name, is missing only between two renames."""
-    replaced = final.with_name(final.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:

@@ -14,23 +14,21 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_gather_stack, group_device
 from megatron_rl.train.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollouts import AnySample, RolloutBatch, Sample, cut_at_rollouts, prompt_groups, rollouts_of
+from megatron_rl.train.rollouts import AnySample, RolloutBatch, Sample, cut_at_rollouts, prompt_groups, rollout_values
 from megatron_rl.train.trainer import PolicyTrainer
-from megatron_rl.train.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 
 
 class DocumentSteps:
     """Every rank makes one. Communication: StepAccumulator's for each rollout, or for the whole file."""
 
-    def __init__(self, trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig):
+    def __init__(self, trainer: PolicyTrainer, options: TrainOptions):
         self._options, self._dp = options, trainer.groups.dp
-        self._settings = AccumulationSettings.of(config)
+        self._settings = AccumulationSettings.of(trainer.config)
         self._file_steps: StepAccumulator | None = None
         self._place: dict = {}
 
@@ -70,16 +68,13 @@ class DocumentSteps:
         A prompt group counts with its samples that are in the step; they are on one rank.
         Communication: one all-gather of seven numbers over dp.
         """
-        samples, groups, rollouts = step.samples, prompt_groups(step.samples), rollouts_of(step.samples)
-        silent = sum(all(sample.advantage == 0.0 for sample in group) for group in groups)
-        rewards = math.fsum(rollout[0].reward for rollout in rollouts)
-        lengths = sum(sample.response_length for sample in samples)
-        pairs = [rewards, len(rollouts), lengths, len(samples), silent, len(groups)]
-        last = max((sample.rollout_index for sample in samples), default=-1)
+        values = rollout_values(step.samples)
+        pairs = [number for one in values.values() for number in (math.fsum(one), len(one))]
+        last = max((sample.rollout_index for sample in step.samples), default=-1)
         mine = torch.tensor([last, *pairs], dtype=torch.float64, device=group_device(self._dp))
         lasts, *columns = zip(*all_gather_stack(mine, self._dp).tolist(), strict=True)
         sums = [math.fsum(column) for column in columns]
-        means = {name: sums[2 * n] / sums[2 * n + 1] for n, name in enumerate((REWARD, LENGTH, WITHOUT_SIGNAL))}
+        means = {name: sums[2 * n] / sums[2 * n + 1] for n, name in enumerate(values)}
         return means, int(max(lasts))
 
 

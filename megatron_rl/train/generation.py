@@ -259,18 +259,12 @@ def gumbel_noise(
 
     Communication: none.
     """
-    states = hash_of(seed, rollout, samples, positions)
+    states = torch.zeros((), dtype=torch.int64)
+    for part in (signed(seed), signed(rollout), samples, positions):
+        states = scramble((states + signed(INCREMENT)) ^ part)
     hashes = scramble(states[:, None] + (columns + 1)[None, :] * signed(INCREMENT))
     uniform = logical_shift(hashes, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
     return uniform.log_().neg_().log_().neg_().float()
-
-
-def hash_of(*parts: int | Tensor) -> Tensor:  # int64, of one shape -> that shape
-    """A hash of the parts in their order. A number is the part of each element."""
-    states = torch.zeros((), dtype=torch.int64)
-    for part in parts:
-        states = scramble((states + signed(INCREMENT)) ^ (part if isinstance(part, Tensor) else signed(part)))
-    return states
 
 
 def scramble(words: Tensor) -> Tensor:

@@ -16,12 +16,17 @@ class HFTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> HFTokenizer:
-        """Raises what transformers raises for a folder without a tokenizer."""
+        """end_tokens: the tokenizer's, and those of generation_config.json, which may be several.
+
+        Raises what transformers raises for a folder without a tokenizer."""
         from transformers import AutoTokenizer
 
         # Without the word it asks on standard input whether the folder's own code may run.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return cls(tokenizer=tokenizer, end_tokens=end_tokens_of(Path(folder), tokenizer.eos_token_id))
+        path = Path(folder) / "generation_config.json"
+        given = Fields.from_file(path, "no folder of a model").content.get("eos_token_id") if path.exists() else None
+        tokens = [tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])]
+        return cls(tokenizer=tokenizer, end_tokens=tuple(sorted({token for token in tokens if token is not None})))
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Text as it is, with the tokens that the tokenizer begins a text with; messages by the chat template."""
@@ -34,11 +39,3 @@ class HFTokenizer:
     def decode(self, tokens: list[int]) -> str:
         """Without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def end_tokens_of(folder: Path, tokenizer_end: int | None) -> tuple[int, ...]:
-    """The tokenizer's, and those of generation_config.json, which may be several."""
-    path = folder / "generation_config.json"
-    given = Fields.from_file(path, "no folder of a model").content.get("eos_token_id") if path.exists() else None
-    tokens = [tokenizer_end, *(given if isinstance(given, list) else [given])]
-    return tuple(sorted({token for token in tokens if token is not None}))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import EmptySteps, PolicyLossConfig, Watchdog
+from megatron_rl.config import EmptySteps, Watchdog
 from megatron_rl.errors import EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.losses.corrections import needs_rollout_log_probs
@@ -40,20 +40,17 @@ from megatron_rl.train.rollouts import (
     Microbatches,
     Sample,
     SharedRollout,
-    mean_reward,
     partition,
-    share_without_signal,
+    rollout_values,
     split_into_steps,
 )
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.watchdog import WatchdogState, look
 from megatron_rl.train.writers import (
-    LENGTH,
     REWARD,
     SKIPPED_STEPS,
     TOKENS_PER_SECOND,
-    WITHOUT_SIGNAL,
     MetricsWriter,
     names_what_cannot_be_written,
 )
@@ -123,16 +120,15 @@ class TrainingRun:
         trainer: PolicyTrainer,
         rollouts: SampledRollouts | ReplayedRollouts,
         options: TrainOptions,
-        config: PolicyLossConfig,
         start: Start,
         *,
         evaluation: Evaluation | None = None,
     ):
-        self._documents = None if config.docs_per_step is None else DocumentSteps(trainer, options, config)
+        self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, trainer.config
+        self._documents = None if self._config.docs_per_step is None else DocumentSteps(trainer, options)
         self._evaluation = evaluation
-        self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
         self._start, self._progress = start, start.progress
-        self._measures_first_steps = reads_old_log_probs(options, config)
+        self._measures_first_steps = reads_old_log_probs(options, self._config)
         self._is_first_rank = dist.get_rank() == 0
         self._watchdog = start.watchdog
         self._saved_steps = start.progress.num_steps
@@ -189,9 +185,7 @@ class TrainingRun:
                 self._bar.write(lines, file=sys.stderr)
                 with open(Path(options.output_dir) / SAMPLES_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
                     print(lines, file=file)
-            headers = rollout.headers
-            length = sum(sample.response_length for sample in headers) / len(headers)
-            rollout_metrics = {REWARD: mean_reward(headers), LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
+            rollout_metrics = {name: sum(values) / len(values) for name, values in rollout_values(rollout.headers).items()}
             if self._evaluation is not None and progress.num_rollouts % options.save_interval == 0:
                 rollout_metrics |= self._evaluation.measure()  # of the policy that sampled this rollout
             steps = self._cut(rollout)

@@ -59,16 +59,15 @@ def with_group_size(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_defaults(options: TrainOptions, settings: Mapping[str, Any]) -> TrainOptions:
     """The options with values for flags that are not typed, where they depend on others."""
-    if options.lr is None:
-        kind = "hf_checkpoint" if options.hf_checkpoint is not None else "prompts" if options.prompts is not None else "task"
-        options = dataclasses.replace(options, lr=LEARNING_RATES[kind])
-    if options.steps_per_rollout is None:
+    kind = "hf_checkpoint" if options.hf_checkpoint is not None else "prompts" if options.prompts is not None else "task"
+    defaults: dict[str, Any] = {
+        "lr": LEARNING_RATES[kind],
         # With --docs-per-step no rule depends on the number.
-        steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
-        options = dataclasses.replace(options, steps_per_rollout=steps)
-    if options.num_rollouts is None and options.rollouts is None:
-        options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
-    return options
+        "steps_per_rollout": DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1,
+        "num_rollouts": DEFAULT_NUM_ROLLOUTS if options.rollouts is None else None,
+    }
+    unset = {name: value for name, value in defaults.items() if getattr(options, name) is None}
+    return dataclasses.replace(options, **unset)
 
 
 def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:

@@ -340,14 +340,14 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
     """The fields of Megatron's TransformerConfig for a mixture of experts; {} for a dense model."""
     if options.num_experts is None:
         return {}
+    balance = {name: getattr(options, name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff")}
     if options.hf_checkpoint is not None:  # the folder has the rest
-        balance = ("moe_router_load_balancing_type", "moe_aux_loss_coeff") if options.moe_aux_loss_coeff else ()
-        return {name: getattr(options, name) for name in balance}
-    names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+        return balance if options.moe_aux_loss_coeff else {}
     return {
         "num_moe_experts": options.num_experts,
         "moe_ffn_hidden_size": options.moe_ffn_hidden_size or 4 * options.hidden_size,
-        **{name: getattr(options, name) for name in names},
+        "moe_router_topk": options.moe_router_topk,
+        **balance,
     }
 
 

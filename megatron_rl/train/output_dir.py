@@ -26,11 +26,6 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
         yield f"--output-dir {output_dir} holds a run; --resume goes on, --overwrite starts anew, or name another"
 
 
-def lock_of(options: TrainOptions) -> FileLock:
-    """Of the output directory, not taken yet. The kernel drops it with the process, by kill -9 too."""
-    return FileLock(Path(options.output_dir) / LOCK_FILE, blocking=False)
-
-
 def take_output_dir(lock: FileLock, options: TrainOptions, task: Task) -> None:
     """Locks the output directory, and empties it for a new run, which must not find an older run's checkpoints and metrics.
 

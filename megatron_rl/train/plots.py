@@ -33,8 +33,7 @@ def plot_curves(rows: list[dict], png_path: Path, title: str) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    found = {name: _points(rows, name) for name in PANEL_TITLES}
-    curves = {name: points for name, points in found.items() if points}
+    curves = {name: points for name in PANEL_TITLES if (points := _points(rows, name))}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.0, 2.1 * len(curves) + 0.6), layout="constrained")
         panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]

@@ -34,6 +34,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.files.json_values import finished_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups, rollouts_of
+from megatron_rl.train.writers import keep_lines
 
 # float32 logits of size 1e4 are 1e-3 apart: rounding may lift the log of a probability of 1 by that, and not by ten times that.
 LARGEST_LOG_PROB = 1e-2
@@ -120,16 +121,8 @@ def record_of(batch: RolloutBatch) -> dict[str, Any]:
 
 def cut_rollouts(path: str | Path, num_rollouts: int) -> None:
     """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. Without a file it does nothing."""
-    if not Path(path).is_file():
-        return
-    kept = 0
-    for _, line in finished_lines(path):
-        record = json.loads(line)
-        if record["rollout_index"] >= num_rollouts:
-            break
-        kept += len(line)
-    with open(path, "r+b") as file:
-        file.truncate(kept)
+    if Path(path).is_file():
+        keep_lines(path, lambda record: record["rollout_index"] < num_rollouts)
 
 
 def recorded_group_size(path: str | Path) -> int:

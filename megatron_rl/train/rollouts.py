@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.train.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
 DEVIATION_FLOOR = 1e-6
@@ -203,16 +204,14 @@ def cut_at_rollouts(samples: Sequence[AnySample], size: int) -> list[list[AnySam
     return parts
 
 
-def mean_reward(samples: Sequence[AnySample]) -> float:
-    """Over rollouts: a rollout of several samples has one reward."""
-    rewards = [rollout[0].reward for rollout in rollouts_of(samples)]
-    return sum(rewards) / len(rewards)
-
-
-def share_without_signal(samples: Sequence[SampleHeader]) -> float:
-    """The share of prompt groups whose advantages are all 0, as where all their rewards are equal: they train nothing."""
-    groups = prompt_groups(samples)
-    return sum(all(sample.advantage == 0.0 for sample in group) for group in groups) / len(groups)
+def rollout_values(samples: Sequence[AnySample]) -> dict[str, list[float]]:
+    """What each rollout/ metric is the mean of."""
+    return {
+        REWARD: [rollout[0].reward for rollout in rollouts_of(samples)],  # the samples of a rollout share one reward
+        LENGTH: [sample.response_length for sample in samples],
+        # A prompt group whose advantages are all 0, as where its rewards are equal, trains nothing.
+        WITHOUT_SIGNAL: [all(sample.advantage == 0.0 for sample in group) for group in prompt_groups(samples)],
+    }
 
 
 def split_into_steps(samples: Sequence[AnySample], steps_per_rollout: int, rollout_index: int) -> list[list[AnySample]]:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.errors import RunError
 from megatron_rl.layout.agreement import is_lost_rank
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.train import checkpoints
@@ -32,7 +33,7 @@ from megatron_rl.train.options import (
     model_vocab_size,
     settings_of,
 )
-from megatron_rl.train.output_dir import lock_of, take_output_dir
+from megatron_rl.train.output_dir import LOCK_FILE, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import cut_rollouts, load_rollouts
 from megatron_rl.train.tasks import Task
@@ -44,7 +45,10 @@ from megatron_rl.validation.advice import numbers_in_words
 
 def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start: Callable[[], None]) -> Outcome:
     """on_start: called when everything is ready, before the first step."""
-    eval_task = evaluation_task(options, task)
+    eval_task = None
+    if options.eval_prompts is not None and isinstance(task, PromptFileTask):
+        # It may have no other characters than --prompts, and other ids below --vocab-size.
+        eval_task = task.with_prompts_of(options.eval_prompts, options.vocab_size)
     checkpoints.check_can_save()
     device = initialize_ranks(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
@@ -54,18 +58,19 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
-    lock = lock_of(options)  # held until this function ends
+    # Held until this function ends; the kernel drops it with the process, by kill -9 too.
+    lock = FileLock(Path(options.output_dir) / LOCK_FILE, blocking=False)
     with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
         checkpoints.on_first_rank(partial(take_output_dir, lock, options, task))
-        start, changes = restore(trainer, options, config)
+        start, changes = restore(trainer, options)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
         evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options)
-        training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation)
+        training = TrainingRun(trainer, rollouts, options, start, evaluation=evaluation)
         if options.save_rollouts is not None:
             checkpoints.on_first_rank(partial(cut_rollouts, options.save_rollouts, start.progress.num_rollouts))
         if dist.get_rank() == 0:
-            announce(options, config, trainer, changes)
+            announce(options, trainer, changes)
         on_start()
         outcome = training.run()
         if options.save_hf is not None and outcome.exit_code == 0:
@@ -103,39 +108,30 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch
     return TrainerSettings(**given)
 
 
-def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
-    """The task of --eval-prompts, which may have no other characters than --prompts, and other ids below --vocab-size."""
-    if options.eval_prompts is None or not isinstance(task, PromptFileTask):
-        return None
-    return task.with_prompts_of(options.eval_prompts, options.vocab_size)
-
-
 def rollouts_of(trainer: PolicyTrainer, task: Task, options: TrainOptions, *, first: int) -> SampledRollouts | ReplayedRollouts:
     """Those of --rollouts from index `first` on, or such as the policy samples."""
     if options.rollouts:
         return ReplayedRollouts(options, trainer, first=first)
-    if trainer.config.samples_per_prompt is None:
-        raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
+    assert trainer.config.samples_per_prompt is not None, "with_group_size gives one"
     return SampledRollouts(trainer, task, options, trainer.config.samples_per_prompt)
 
 
-def restore(trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[Start, list[str]]:
+def restore(trainer: PolicyTrainer, options: TrainOptions) -> tuple[Start, list[str]]:
     """Where the run begins, and a line for each setting that is not the checkpoint's. Loads the weights of the checkpoint."""
     if not options.resume:
         return Start(), []
     counters = trainer.load(checkpoints.latest_checkpoint(Path(options.output_dir) / CHECKPOINT_DIRECTORY))
     start = Start.from_counters(counters)
-    return start, changed_settings(counters["settings"], settings_of(options, config), start.progress.num_steps)
+    return start, changed_settings(counters["settings"], settings_of(options, trainer.config), start.progress.num_steps)
 
 
-def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTrainer, lines: list[str]) -> None:
+def announce(options: TrainOptions, trainer: PolicyTrainer, lines: list[str]) -> None:
     """One line: what is trained, on which layout, under which contract; then `lines`, and the warnings."""
-    groups, probe = trainer.groups, trainer.probe
+    groups, probe, settings, config = trainer.groups, trainer.probe, trainer.settings, trainer.config
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     if options.num_experts is not None:
         sizes["EP"] = options.expert_model_parallel_size
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    settings = trainer.settings
     kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
     dtype = "bfloat16" if settings.bf16 else "float32"
     samples = f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"

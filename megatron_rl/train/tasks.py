@@ -15,8 +15,6 @@ from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.rollouts import Prompt
 from megatron_rl.train.user_tasks import PromptFileTask, read_prompt_file, stable_integer
 
-DEFAULT_TASK = "repeat"
-
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
@@ -84,7 +82,7 @@ def make_task(
     Raises: ConfigError for a reward that cannot be imported, DataError for what the prompts file holds.
     """
     if prompts is None or reward is None:
-        return BUILT_IN_TASKS[name or DEFAULT_TASK]
+        return BUILT_IN_TASKS[name or "repeat"]
     reward_function = import_dotted(reward, "--reward")
     tokenizer = None if hf_checkpoint is None else HFTokenizer.from_folder(hf_checkpoint)
     return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, tokenizer=tokenizer, vocab_size=vocab_size)

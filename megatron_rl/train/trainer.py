@@ -142,10 +142,9 @@ class PolicyTrainer:
     ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
         weights before training). Those of samples with kept_ids are over these; 0 at a token outside its set.
-        Communication: as response_log_probs. Raises ConfigError without a reference."""
+        Communication: as response_log_probs."""
         model = self._reference if with_reference else self.model
-        if model is None:
-            raise ConfigError("with_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
+        assert model is not None, "without a kl_coefficient there is no reference policy"
         has_routes = self.settings.router_replay == RouterReplay.ROLLOUT
         plain = [[unweighted(sample, has_routes and not with_reference) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
@@ -318,11 +317,8 @@ class PolicyTrainer:
             metrics["num_prompts"] = totals.num_prompts
         if self.config.policy_metrics != PolicyMetrics.NONE:
             has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
-            metrics |= step_metrics(
-                [report.statistics for report in reports if report.statistics is not None],
-                self.groups,
-                has_entropy=has_entropy,
-            )
+            statistics = [report.statistics for report in reports if report.statistics is not None]
+            metrics |= step_metrics(statistics, self.groups, has_entropy=has_entropy)
         return metrics
 
     def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:

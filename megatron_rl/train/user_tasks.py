@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -34,10 +34,6 @@ class CharacterVocabulary:
     """One token for each character, in the order of code points, and one more that ends a response."""
 
     characters: str
-
-    @classmethod
-    def from_texts(cls, texts: Iterable[str]) -> CharacterVocabulary:
-        return cls(characters="".join(sorted({character for text in texts for character in text})))
 
     @property
     def end_token(self) -> int:
@@ -147,7 +143,8 @@ def read_prompt_file(
         end_tokens = tokenizer.end_tokens
     elif isinstance(first["prompt"], str):
         values = [value for record in records.values() for value in record.values()]
-        vocabulary = CharacterVocabulary.from_texts(str(value) for value in values if type(value) in (str, int, float))
+        text = "".join(str(value) for value in values if type(value) in (str, int, float))
+        vocabulary = CharacterVocabulary(characters="".join(sorted({*text})))
         vocab_size, end_tokens = vocabulary.end_token + 1, (vocabulary.end_token,)
     else:
         values = [record.get(name) for record in records.values() for name in ("prompt", "answer")]

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,9 @@ class MetricsWriter:
         path = output_dir / METRICS_FILE
         with names_what_cannot_be_written(path):
             output_dir.mkdir(parents=True, exist_ok=True)
-            kept = [0]
             if resume_step and path.exists():
-                kept += [end for end, row in _rows(path) if row["step"] <= resume_step]
-            self._file = path.open("ab", buffering=0)
-            self._file.truncate(kept[-1])
+                keep_lines(path, lambda row: row["step"] <= resume_step)
+            self._file = path.open("ab" if resume_step else "wb", buffering=0)
         self._wandb = None
         if wandb is not None:
             from wandb import init
@@ -57,7 +55,8 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """One row: the step, then the metrics in their order: numbers, text or None."""
-        row = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        row = {"step": step, **metrics}
+        row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         with names_what_cannot_be_written(self._file.name, "; --resume goes on from the last checkpoint"):
             while line:  # without a buffer a write may take a part
@@ -90,19 +89,17 @@ def names_what_cannot_be_written(path: str | Path, left: str = "") -> Iterator[N
 
 def read_metrics(path: str | Path) -> list[dict]:
     """The rows of a metrics file. A last line that a killed run left unfinished is dropped; another bad line raises DataError."""
-    return [row for _, row in _rows(path)]
+    return [parse_json_line(line, f"{path}, line {number}") for number, line in finished_lines(path)]
 
 
-def _rows(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """(offset behind the row, row) of each line."""
-    end = 0
+def keep_lines(path: str | Path, is_kept: Callable[[dict], bool]) -> None:
+    """Drops the first line whose object is not kept and all behind it, for a resumed run; and a last line without an end."""
+    size = 0
     for number, line in finished_lines(path):
-        end += len(line)
-        yield end, parse_json_line(line, f"{path}, line {number}")
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        if not is_kept(parse_json_line(line, f"{path}, line {number}")):
+            break
+        size += len(line)
+    os.truncate(path, size)
 
 
 def _make_summary_writer(directory: Path, resume_step: int) -> Any:
