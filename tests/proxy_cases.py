@@ -24,7 +24,7 @@ from megatron_rl.hosts.args import Host, host_named
 from megatron_rl.layout.groups import broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, model_config_of
 from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged
-from megatron_rl.testing.layout_step import LayoutModel, RankStep, gather_distributed_gradients, named_shards
+from megatron_rl.testing.layout_step import LayoutModel, RankStep, gradient_shards
 
 # Not the size of anything else in the model.
 VOCABULARY = 22
@@ -139,10 +139,9 @@ def found_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[RankStep, int]
         enlarge_head(models, step.factor_of_head)
         with SeenShapes() as seen:
             logs = train_one_step(args, models, optimizer, step)
-        gather_distributed_gradients(models)
         metrics = emulated(args).reduce_metrics(logs, args, num_rollouts=step.case.num_rollouts) if logs else {}
         loss = broadcast_from_last(torch.tensor(metrics.get("loss", 0.0)), resolve_groups().pp)
-        rank_step = RankStep(float(loss), [named_shards(model) for model in models], None, metrics, metrics)
+        rank_step = RankStep(float(loss), gradient_shards(models), None, metrics, metrics)
         found.append((rank_step, most_rows(seen)))
     return found
 

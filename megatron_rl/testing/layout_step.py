@@ -233,8 +233,7 @@ class LayoutModel:
         scaled = run_schedule(models, batches, length * groups.cp.size(), rows, forward_step)
         reports = forward_step.take_reports()
         check_finite(reports)
-        gather_distributed_gradients(models)
-        gradients = [named_shards(model) for model in models]
+        gradients = gradient_shards(models)
         _, norm, _ = self.optimizer.step()
         reported = as_train_step_logs(scaled, groups)
         loss = torch.tensor(reported.get("policy/loss", 0.0), dtype=torch.float64, device=group_device(groups.pp))
@@ -342,8 +341,8 @@ def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     return max(padded_length(longest, size, multiple=layout.local_multiple) for size in layout.contexts)
 
 
-def gather_distributed_gradients(models) -> None:
-    """The distributed optimiser leaves each rank a shard of the reduced buffer: all-gathers the other ranks' shards."""
+def gradient_shards(models: Sequence[Any]) -> list[Shards]:  # of each stage
+    """As named_shards. The distributed optimiser leaves each rank a shard of the reduced buffer: all-gathers the others' first."""
     for model in models:
         if not model.ddp_config.use_distributed_optimizer:
             continue
@@ -354,6 +353,7 @@ def gather_distributed_gradients(models) -> None:
             for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 shard = bucket.grad_data.chunk(group.size())[group.rank()]
                 bucket.grad_data.copy_(all_gather_stack(shard, group).flatten())
+    return [named_shards(model) for model in models]
 
 
 def named_shards(model) -> Shards:

@@ -34,11 +34,9 @@ from megatron_rl.testing import oracle
 from megatron_rl.testing.comparison import MULTIPLE_TOLERANCE, Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (
     Layout,
-    Shards,
     StepSample,
     as_train_step_logs,
-    gather_distributed_gradients,
-    named_shards,
+    gradient_shards,
     run_schedule,
 )
 from megatron_rl.testing.reference import CLIPS, DIVISOR, loss_by_hand, scale_of_terms
@@ -115,7 +113,7 @@ def check_step(
     run = partial(run_schedule, models, batches, seq_length, micro_batch_size)
     own = _Recorder(forward_step)
     reports = run(own)
-    gradients = _gradients(models)
+    gradients = gradient_shards(models)
     microbatches: list[Microbatch] = []
 
     def read() -> list[Row]:
@@ -141,7 +139,7 @@ def check_step(
     )
     exact = _Exact(forward_step, microbatches, step, scale)
     run(exact)
-    expected = {name: shard.gradient for stage in _gradients(models) for name, shard in stage.items()}
+    expected = {name: shard.gradient for stage in gradient_shards(models) for name, shard in stage.items()}
     for chunk in models:
         chunk.zero_grad_buffer()
     if not all(on_all_ranks(lambda: exact.repeats_logits)):  # after the schedule, in which other ranks wait for one that raises
@@ -249,11 +247,6 @@ class _Exact:
         one, rows = next(self.microbatches), logits.flatten(0, -2)
         self.repeats_logits &= torch.allclose(rows.detach(), one.own_logits, rtol=REPEATED_LOGITS, atol=REPEATED_LOGITS)
         return self.scale((rows.float() * one.target(self.step.derivatives)).sum(), num_local_tokens=one.num_tokens)
-
-
-def _gradients(models: Sequence[Any]) -> list[Shards]:
-    gather_distributed_gradients(models)
-    return [named_shards(model) for model in models]
 
 
 def _loss_of(reports: Sequence[dict[str, Tensor]], key: str, groups: ParallelGroups) -> float:
