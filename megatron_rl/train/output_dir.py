@@ -46,7 +46,4 @@ def take_output_dir(lock: FileLock, options: TrainOptions, task: Task) -> None:
             for name in (METRICS_FILE, SAMPLES_FILE, VOCABULARY_FILE):
                 (output_dir / name).unlink(missing_ok=True)
         if isinstance(task, PromptFileTask) and isinstance(task.vocabulary, CharacterVocabulary):
-            path = output_dir / VOCABULARY_FILE
-            if path.exists():
-                task.vocabulary.check_saved(path)
-            task.vocabulary.save(path)
+            task.vocabulary.save(output_dir / VOCABULARY_FILE)

@@ -45,17 +45,14 @@ class CharacterVocabulary:
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.characters[t] if t < len(self.characters) else UNKNOWN_CHARACTER for t in tokens)
 
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps({"characters": self.characters, "end_token": self.end_token}) + "\n")
-
-    def check_saved(self, path: str | Path) -> None:
-        """ConfigError unless the file holds this vocabulary: with another, a checkpoint's token ids mean other characters."""
-        saved = json.loads(Path(path).read_text())["characters"]
-        if saved != self.characters:
+    def save(self, path: Path) -> None:
+        """ConfigError where the file holds another vocabulary: with that a checkpoint's token ids mean other characters."""
+        if path.exists() and (saved := json.loads(path.read_text())["characters"]) != self.characters:
             raise ConfigError(
                 f"{path} holds the characters {saved!r}, the prompts file has {self.characters!r}: the checkpoint's "
                 "token ids would change their meaning; resume with the --prompts that the run began with"
             )
+        path.write_text(json.dumps({"characters": self.characters, "end_token": self.end_token}) + "\n")
 
 
 Vocabulary = CharacterVocabulary | HFTokenizer | None
