@@ -271,7 +271,7 @@ REFUSED: dict[Callable, list[dict]] = {
     ],
     correction_of: [
         *each("cu_seqlens", bounds(0, 5), bounds(1, 3)),
-        *each("rollout_log_probs", torch.full((3,), math.nan)),
+        *each("rollout_log_probs", torch.full((3,), math.nan), torch.full((3,), -1e39, dtype=torch.float64)),  # -inf in float32
         *each("loss_mask", torch.full((3,), 0.5)),
         *({name: torch.zeros(3, 1)} for name in VECTORS),  # FB-116: a column against a row gives a matrix with a finite mean
         *each("kind", "ticepop", "mask"),

@@ -204,7 +204,6 @@ def test_bad_ids_on_a_gpu_are_counted(monkeypatch):
 
     case = float32(head_batch([2, 2]).batch)
     ids = torch.tensor([[0, 1], [2, 2], [0, 1], [0, 99]])
-    monkeypatch.setattr(distribution, "check_teacher", lambda *given: None)
     monkeypatch.setattr("megatron_rl.policy_loss.api.check_teacher", lambda *given: None)
     batch = replace(case, loss_mask=torch.ones(4, dtype=torch.bool))
     given = (batch.labels, batch.old_log_probs, batch.advantages, batch.loss_mask, torch.tensor([0, 2, 4]), batch.token_weights)

@@ -24,11 +24,12 @@ from linear_cases import HeadBatch, budget, head_batch
 from simulated_cuda import ASYNC_COPY, COPY, LOOK, MIXTURE, CaptureError, Seen, mark, simulated_cuda
 from torch import Tensor
 
-from megatron_rl import StepTotals, count_step
+from megatron_rl import StepTotals, count_step, importance_correction
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.declare import POLICY_LOSSES, get_policy_loss
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.losses.corrections import CorrectionSettings
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import backward_factor, scale_for_schedule
 from megatron_rl.metrics.step import report_pairs
@@ -114,6 +115,21 @@ def test_a_loss_waits_for_nothing_and_a_graph_can_hold_its_second_call(kind, giv
         found = [value.cpu() for value in found]
     for mine, theirs in zip(found, expected, strict=True):  # two orders of float32 additions over 11 tokens
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_a_correction_on_the_device_shows_a_value_that_is_not_finite():
+    """Nobody looks at the device, so the weight of the token says it, and that of its sample where the sample decides."""
+    given = {"old_log_probs": torch.full((3,), -1.0), "rollout_log_probs": torch.tensor([-1.0, float("nan"), -1.0])}
+    given |= {"loss_mask": torch.ones(3, dtype=torch.bool)}
+    of_samples = CorrectionSettings(kind="tis", level="sequence_mean", high=2.0)
+    with simulated_cuda() as seen:
+        given, found = there(given), {}
+        for settings in (CorrectionSettings(kind="tis"), of_samples):
+            seen.clear()
+            found[settings.level] = importance_correction(settings, **given, cu_seqlens=torch.tensor([0, 2, 3]))[0].weights
+            assert seen == []
+        is_nan = {level: weights.cpu().isnan().tolist() for level, weights in found.items()}
+    assert is_nan == {"token": [False, True, False], "sequence_mean": [True, True, False]}
 
 
 # The seam to the schedule

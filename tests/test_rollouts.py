@@ -159,6 +159,11 @@ def line_of(*samples: dict, index: int = 0) -> str:
     return json.dumps({"rollout_index": index, "samples": samples}) + "\n"
 
 
+def vllm_entries(entries: dict[int, tuple[float, int]]) -> dict:
+    return {str(name): {"logprob": x, "rank": rank, "decoded_token": ""} for name, (x, rank) in entries.items()}
+
+
+OWN = [None, *(vllm_entries({token: (-1.0, 1)}) for token in sample_record()["tokens"][1:])]
 BAD_SAMPLES = [
     ({"tokens": [8, 9, 1, 2]}, r"tokens: 9 must be below 9, the vocabulary .* type the --vocab-size"),
     ({"tokens": [1, 2]}, "response_length: 2 of 2 tokens leaves"),
@@ -174,6 +179,8 @@ BAD_SAMPLES = [
     ({"teacher_topk_ids": [[1, 2], [1]]}, "expected sequence of length 2"),
     ({"teacher_prompt_logprobs": [{}, {}]}, "teacher_prompt_logprobs: must be the prompt_logprobs of vLLM, null or"),
     ({"teacher_prompt_logprobs": [None, None, {}, {}]}, r"teacher_prompt_logprobs: must be .* own id among them \(KeyError"),
+    ({"teacher_prompt_logprobs": OWN, "response_length": 1}, "loss_mask: 2 values for a response of 1"),
+    ({"teacher_prompt_logprobs": OWN, "teacher_log_probs": [-1.0] * 2}, "teacher_prompt_logprobs: stands beside teacher_log_probs"),
 ]
 
 
@@ -189,17 +196,33 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, changes, mes
 
 
 def test_the_prompt_logprobs_of_vllm_are_a_teacher(tmp_path):
-    """The entry of a token that is none of the two likeliest is the third, whether its rank is 3 or more. Entries have no order."""
-    first = {"6": (-4.0, 3), "3": (-0.5, 1), "8": (-1.5, 2)}
-    second = {"2": (-5.0, 7), "1": (-0.75, 2), "5": (-0.625, 1)}
-    rows = [{name: {"logprob": x, "rank": r, "decoded_token": ""} for name, (x, r) in row.items()} for row in (first, second)]
-    sample = sample_record(tokens=[8, 3, 6, 2], teacher_prompt_logprobs=[None, {"3": {"logprob": -9.0, "rank": 9}}, *rows])
-    (tmp_path / "r.jsonl").write_text(line_of(sample))
+    """The entry of a token that is none of the two likeliest is the third, whether its rank is 3 or more, and the only token of a
+    sample may have rank 3. Entries have no order."""
+    first, second = {6: (-4.0, 3), 3: (-0.5, 1), 8: (-1.5, 2)}, {2: (-5.0, 7), 1: (-0.75, 2), 5: (-0.625, 1)}
+    prompt = [None, vllm_entries({3: (-9.0, 9)})]
+    rows = [*prompt, vllm_entries(first), vllm_entries(second)]
+    short = {"response_length": 1, "loss_mask": [1], "old_log_probs": [-1.0]}
+    samples = (
+        sample_record(tokens=[8, 3, 6, 2], teacher_prompt_logprobs=rows),
+        sample_record(tokens=[8, 3, 6], teacher_prompt_logprobs=[*prompt, vllm_entries(first)], index=1, **short),
+    )
+    (tmp_path / "r.jsonl").write_text(line_of(*samples))
     [batch] = load_rollouts(tmp_path / "r.jsonl", vocab_size=9)
-    [found] = batch.samples
+    found, one = batch.samples
     assert found.teacher_topk_ids.tolist() == [[3, 8], [5, 1]]
     assert found.teacher_topk_log_probs.tolist() == [[-0.5, -1.5], [-0.625, -0.75]]
     assert found.teacher_log_probs.tolist() == [-4.0, -5.0]
+    assert (one.teacher_topk_ids.tolist(), one.teacher_log_probs.tolist()) == ([[3, 8]], [-4.0])
+
+
+def test_the_log_probs_of_the_tokens_alone_are_a_sampled_teacher(tmp_path):
+    """prompt_logprobs=0 of vLLM: an entry a token, whose server writes -9999 for -inf."""
+    rows = [None, vllm_entries({3: (-9.0, 9)}), vllm_entries({6: (-0.5, 1)}), vllm_entries({2: (-9999.0, 7)})]
+    sample = sample_record(tokens=[8, 3, 6, 2], loss_mask=[1, 0], teacher_prompt_logprobs=rows)
+    (tmp_path / "r.jsonl").write_text(line_of(sample))
+    [batch] = load_rollouts(tmp_path / "r.jsonl")
+    [found] = batch.samples
+    assert (found.teacher_log_probs.tolist(), found.teacher_topk_ids) == ([-0.5, -math.inf], None)
 
 
 TWICE = line_of(sample_record(index=3), sample_record(), sample_record(index=3))

@@ -57,10 +57,11 @@ def importance_correction(
     log_probs = old_log_probs if log_probs is None else log_probs
     if log_probs.shape != old_log_probs.shape:
         raise DataError(f"log_probs must be [T={len(old_log_probs)}], got {tuple(log_probs.shape)}")
-    is_finite = torch.isfinite(old_log_probs + rollout_log_probs + log_probs + advantages)
+    given = torch.stack([x.to(dtype) for x in (old_log_probs, rollout_log_probs, log_probs, advantages)])
+    is_finite = given.isfinite().all(dim=0)
     if device.type == "cpu" and bool((batch.loss_mask & ~is_finite).any()):
         raise DataError("log-probabilities or advantages have unmasked values that are not finite: mask those tokens")
-    correction, sums = _correction(settings, batch, log_probs.to(dtype), cp_group, needs_sums=True)
+    correction, sums = _correction(settings, batch, batch.loss_mask, log_probs.to(dtype), cp_group, needs_sums=True)
     return correction, token_statistics("correction", correction, loss_mask=batch.loss_mask, counts=batch.spread(sums["counts"]))
 
 
@@ -70,18 +71,19 @@ def corrected(settings: CorrectionSettings, batch: LossBatch, log_probs: Tensor,
 
     Communication: for criteria of a sample one all-reduce of [N, k <= 3] over cp.
     """
-    correction, _ = _correction(settings, batch, log_probs, cp_group, needs_sums=settings.needs_sums)
+    # The loss tells of a token that is not finite; the weights of the others in its sample are not to be blamed.
+    gap = batch.anchor(log_probs) - not_none(batch.rollout_log_probs).to(log_probs.dtype)
+    loss_mask = batch.loss_mask & torch.isfinite(gap) & torch.isfinite(log_probs)
+    correction, _ = _correction(settings, batch, loss_mask, log_probs, cp_group, needs_sums=settings.needs_sums)
     weights = correction.weights if batch.importance_weights is None else batch.importance_weights * correction.weights
     return replace(batch, importance_weights=weights, correction=correction)
 
 
 def _correction(
-    settings: CorrectionSettings, batch: LossBatch, log_probs: Tensor, cp_group: Group, *, needs_sums: bool
-) -> tuple[Correction, dict[str, Tensor]]:  # log_probs [T] -> the sums, [N] each
+    settings: CorrectionSettings, batch: LossBatch, loss_mask: Tensor, log_probs: Tensor, cp_group: Group, *, needs_sums: bool
+) -> tuple[Correction, dict[str, Tensor]]:  # [T] bool, [T] -> the sums, [N] each
     old_log_probs, rollout_log_probs = batch.anchor(log_probs), not_none(batch.rollout_log_probs).to(log_probs.dtype)
-    # The loss tells of a token that is not finite; the weights of the others in its sample are not to be blamed.
-    is_finite = torch.isfinite(old_log_probs - rollout_log_probs) & torch.isfinite(log_probs)
-    shared = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": batch.loss_mask & is_finite}
+    shared = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
     sums = {}
     if needs_sums:
         sums = sums_of_samples(settings, log_probs=log_probs, cu_seqlens=batch.cu_seqlens, cp_group=cp_group, **shared)

@@ -108,10 +108,10 @@ def linear_policy_loss(
         unless it is main_grad, in weight's dtype if one chunk makes it without sampling_support, else float32; for plan scale-last
         one more such buffer, unless the micro-batch is one long document and main_grad is not added to in forward; scratch of
         rows that move, of the torch row kernels and of a teacher, up to six times 4 MiB on the CPU and 256 MiB on CUDA.
-    Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
-        sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N, k], and one for a correction of
-        samples; with a gradient one more a bin of documents, and before the bins one all-gather of [N]. All cp ranks have the same
-        bins. Backward none. None at size 1. With check_ranks as policy_loss.
+    Communication: tp one all-gather of [rows, 3 or 4] a chunk, with a teacher one more, and one all-reduce of the gradient of
+        hidden a chunk, or with sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N, k], and
+        one for a correction of samples; with a gradient one more a bin of documents, and before the bins one all-gather of [N].
+        All cp ranks have the same bins. Backward none. None at size 1. With check_ranks as policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins, one a chunk
         for the rows with a gradient (with sampling_support none); none in backward.
     Raises: what policy_loss raises. DataError for operands that do not fit. ConfigError for a max_logits_bytes below one row, a

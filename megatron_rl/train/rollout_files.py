@@ -140,6 +140,7 @@ def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterato
         if not isinstance(record, dict):
             raise DataError(f"{place}: a line must be an object with rollout_index and samples")
         _check_fields(record, {**OF_A_LINE, "samples": SAMPLES}, place)
+        _read_prompt_logprobs(record["samples"], place)
         samples = [_sample_of(one, f"{place}, sample {position}", vocab_size) for position, one in enumerate(record["samples"])]
         for name in GIVEN_FOR_ALL:
             if len({getattr(sample, name) is None for sample in samples}) > 1:
@@ -158,25 +159,37 @@ def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterato
         raise DataError(f"{path}: the file holds no rollout")
 
 
-def _teacher_of(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """The teacher's fields from vLLM's form: for each token {id: {"logprob": ..., "rank": ...}} of the K likeliest ids and of the
-    token itself, null for the first."""
-    try:
-        num_tokens, length = len(record["tokens"]), record["response_length"]
-        rows = dict(zip(range(num_tokens), record[PROMPT_LOGPROBS], strict=True))
-        entries = [rows[position] for position in range(num_tokens - length, num_tokens)]
-        own = [row[str(token)]["logprob"] for row, token in zip(entries, record["tokens"][-length:], strict=True)]
-        ranked = [sorted((entry["rank"], int(name), entry["logprob"]) for name, entry in row.items()) for row in entries]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        form = "null or {id: {logprob, rank}} for each token of prompt and response, the token's own id among them"
-        raise _wrong(place, PROMPT_LOGPROBS, f"must be the prompt_logprobs of vLLM, {form} ({error!r})") from error
-    # A token that is none of the K likeliest has a rank behind them.
-    size = min(sum(rank == number for number, (rank, *_) in enumerate(row, 1)) for row in ranked)
-    return {
-        "teacher_log_probs": own,
-        "teacher_topk_ids": [[name for _, name, _ in row[:size]] for row in ranked],
-        "teacher_topk_log_probs": [[log_prob for *_, log_prob in row[:size]] for row in ranked],
-    }
+def _read_prompt_logprobs(records: list[dict[str, Any]], place: str) -> None:
+    """Writes the teacher's fields of a line from vLLM's form: for each token {id: {"logprob": ..., "rank": ...}} of the K likeliest
+    ids and of the token itself, null for the first. A token that is none of the K likeliest has a rank behind them, so K shows in
+    the samples together; 0: the server was asked for the tokens alone."""
+    ranked: dict[int, list[list[tuple[int, int, float]]]] = {}
+    for position, record in enumerate(records):
+        if record.get(PROMPT_LOGPROBS) is None:
+            continue
+        try:
+            tokens = record["tokens"]
+            rows = [*zip(record[PROMPT_LOGPROBS], tokens, strict=True)][len(tokens) - record["response_length"] :]
+            own = [_log_prob(row[str(token)]) for row, token in rows]
+            ranked[position] = [sorted((one["rank"], int(name), _log_prob(one)) for name, one in row.items()) for row, _ in rows]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            form = "null or {id: {logprob, rank}} for each token of prompt and response, the token's own id among them"
+            problem = f"must be the prompt_logprobs of vLLM, {form} ({error!r})"
+            raise _wrong(f"{place}, sample {position}", PROMPT_LOGPROBS, problem) from error
+        for name in ("teacher_log_probs", *FIELDS_OF_TEACHER[Distillation.TOPK]):
+            if record.get(name) is not None:
+                raise _wrong(f"{place}, sample {position}", PROMPT_LOGPROBS, f"stands beside {name}: give one of them")
+        record["teacher_log_probs"] = own
+    sizes = [sum(rank == number for number, (rank, *_) in enumerate(row, 1)) for sample in ranked.values() for row in sample]
+    size = min(sizes, default=0)
+    for position, sample in ranked.items() if size else ():
+        records[position]["teacher_topk_ids"] = [[name for _, name, _ in row[:size]] for row in sample]
+        records[position]["teacher_topk_log_probs"] = [[log_prob for *_, log_prob in row[:size]] for row in sample]
+
+
+def _log_prob(entry: dict[str, Any]) -> float:
+    """vLLM's server writes -9999 for -inf."""
+    return -math.inf if entry["logprob"] <= -9999.0 else entry["logprob"]
 
 
 def _wrong(place: str, name: str, problem: str) -> DataError:
@@ -201,8 +214,6 @@ def _check_fields(record: dict[str, Any], fields: dict[str, Field], place: str) 
 
 
 def _sample_of(record: dict[str, Any], place: str, vocab_size: int | None) -> Sample:
-    if record.get(PROMPT_LOGPROBS) is not None:
-        record |= _teacher_of(record, place)
     _check_fields(record, FIELDS, place)
     tokens, length = record["tokens"], record["response_length"]
     if length >= len(tokens):
