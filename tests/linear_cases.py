@@ -12,9 +12,8 @@ from helpers import CLIP, Batch, random_batch, without_needless_clip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.ops.document_bins import scale_last
-from megatron_rl.ops.linear_gradient import WorkItem
 from megatron_rl.policy_loss import policy_loss
+from megatron_rl.policy_loss.linear import WorkItem, scale_last
 
 HIDDEN_SIZE, VOCAB_SIZE = 6, 16
 # Documents longer than any small chunk beside short ones, an empty one and one of one token.

@@ -13,10 +13,10 @@ from helpers import CLIP, without_needless_clip
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, plan_of, relative, run, seen, worst_error
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.ops import linear_gradient, linear_head, log_probs_torch
-from megatron_rl.ops.document_bins import schedule_documents
+from megatron_rl.ops import linear_head, log_probs_torch
 from megatron_rl.ops.scale import AssumedScale
-from megatron_rl.policy_loss import linear_gspo_loss, linear_policy_loss
+from megatron_rl.policy_loss import linear, linear_gspo_loss, linear_policy_loss
+from megatron_rl.policy_loss.linear import schedule_documents
 
 # Sums of a few dozen float64 products in another order.
 EXACT = 1e-12
@@ -93,7 +93,7 @@ def fates(kind: str) -> HeadBatch:
 def test_rows_without_a_gradient_leave_the_matmuls(kind, rows, monkeypatch):
     """Six tokens each: masked ones are in no matmul, clipped ones and those of advantage 0 in the first alone, the rest in three.
     FB-96: CISPO's clip takes no row's gradient."""
-    monkeypatch.setattr(linear_gradient, "CPU_TEMPORARY_BYTES", 2 * 8 * 32)  # two rows move at once
+    monkeypatch.setattr(linear, "CPU_TEMPORARY_BYTES", 2 * 8 * 32)  # two rows move at once
     alive = 12 if kind == "cispo" else 6
     case = fates(kind)
     options = {**FATES, "max_logits_bytes": budget(case, rows)}

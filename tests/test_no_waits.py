@@ -157,13 +157,12 @@ def test_the_seam_to_the_schedule_waits_for_nothing(per_token, num_tokens):
 # The fused head
 
 
-HOST_FACTS, KEPT_ROWS = "megatron_rl/policy_loss/linear.py", "megatron_rl/ops/linear_gradient.py"
-LONG_DOCUMENT = "megatron_rl/ops/document_bins.py"
+HOST_FACTS, KEPT_ROWS, LONG_DOCUMENT = (f"megatron_rl/policy_loss/linear.py {name}" for name in ("_on_host", "_kept", "scale_last"))
 OF_SETS = "megatron_rl/layout/sampling_support.py"
 
 
 def run_head(kind: str, case: HeadBatch, rows: int, facts_on: str, *, in_main_grad=False, has_kl=False, support=None):
-    """(file of each look in forward, what backward was seen to do). The mask, bounds and sets of ids lie where facts do."""
+    """(file and function of each look in forward, what backward was seen to do). Mask, bounds and sets of ids lie on facts_on."""
     case = float32(case)
     with simulated_cuda() as seen:
         batch, hidden = there(float32(case.batch)), case.hidden.to("cuda").requires_grad_()
@@ -182,7 +181,7 @@ def run_head(kind: str, case: HeadBatch, rows: int, facts_on: str, *, in_main_gr
         seen.clear()
         output = linear_policy_loss(kind, hidden, weight, labels, old, advantages, mask, cu_seqlens, weights, **options)
         assert {event.kind for event in seen} <= {LOOK}
-        in_forward = [event.file for event in seen]
+        in_forward = [f"{event.file} {event.function}" for event in seen]
         seen.clear()
         (output.loss * 2.0).backward()
         return in_forward, list(seen)
@@ -217,8 +216,9 @@ def test_sets_of_kept_ids_wait_for_nothing_but_sets_on_the_device(sets_on):
     support = SamplingSupport.from_lists(kept)
     in_forward, in_backward = run_head("grpo", case, 1000, sets_on, support=support)
     are_there = sets_on == "cuda"
-    assert (in_forward.count(HOST_FACTS), in_forward.count(OF_SETS)) == (are_there, 2 * are_there)
-    assert {*in_forward} - {HOST_FACTS, OF_SETS} == {"megatron_rl/ops/support.py"}
+    files = [look.partition(" ")[0] for look in in_forward]
+    assert (in_forward.count(HOST_FACTS), files.count(OF_SETS)) == (are_there, 2 * are_there)
+    assert {*files} - {HOST_FACTS.partition(" ")[0], OF_SETS} == {"megatron_rl/ops/support.py"}
     assert in_backward == []
 
 
@@ -332,7 +332,7 @@ def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting)
     of_counting = [event for event in seen if event.file == COUNTING]
     assert seen[: len(of_counting)] == of_counting, "counts are exchanged before the first forward"
     assert [event.kind for event in of_counting].count(LOOK) <= 2 and len(of_counting) <= 4
-    heads = [] if setting == PADDED else [KEPT_ROWS] * 2
+    heads = [] if setting == PADDED else [KEPT_ROWS.partition(" ")[0]] * 2
     looks = [event.file for event in seen[len(of_counting) :] if event.kind == LOOK]
     assert looks == [*heads, FINITE, GRADIENT_NORM, SUMS, METRICS]
     rest = [event for event in seen[len(of_counting) :] if event.kind != LOOK]

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import Group, all_gather_stack, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.ops.backends import first_order_only, runs_eagerly
-from megatron_rl.ops.linear_gradient import gradient_in_main_grad, main_grad_of
 from megatron_rl.ops.linear_head import (
     add_weight_gradient,
     gradient_dtype,
+    gradient_in_main_grad,
     head_logits,
     hidden_gradient,
     logits_dtype,
+    main_grad_of,
     product_operand,
     weight_gradient,
 )

@@ -1,12 +1,14 @@
-"""Computes a head from hidden states [T, H]: its three matmuls, and log-probabilities chunk by chunk, without logits [T, V_tp].
+"""Computes a head from hidden states [T, H] chunk by chunk, without logits [T, V_tp]: log-probabilities and three matmuls.
 
-    logits = X W^T      dX = G W      dW = G^T X, or dW += G^T X
+    logits = X W^T      dX = c (G W)      dW = G^T (c X), or dW += G^T (c X)
+
+G = d log_prob / d logits of a row depends on no loss, and the coefficient c = d loss / d log_prob commutes with both matmuls.
 
 16-bit products are exact in float32 and are summed there. Only a 16-bit result is rounded, once: logits, unless fp32_logits is set,
 dX, and dW where one product makes it. What is added to something is a float32 buffer, and not rounded.
 
-Data flow of a chunk: logits = X W^T into one buffer -> row statistics -> one all-gather over tp -> log-probabilities and entropy.
-ops/linear_gradient.py has the gradient of a chunk. Derivation: docs/kernels.md.
+A chunk: logits into one buffer -> row statistics -> one all-gather over tp -> log-probabilities and entropy. Its gradient: over the
+logits -> dX -> start of its reduction over tp -> dW during that reduction. Derivation: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from torch import Tensor
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack
+from megatron_rl.layout.groups import (
+    SINGLE,
+    Group,
+    Pending,
+    all_gather_stack,
+    start_all_reduce_sum,
+    start_reduce_scatter_sum,
+)
 from megatron_rl.ops.backends import (
     LOGIT_DTYPES,
     RowKernels,
@@ -367,8 +376,8 @@ def make_head(
 
 
 def device_rows(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """A slice where the rows are consecutive, which gives views without a copy. `rows` [n >= 1] ascending, on the CPU."""
-    first, last = int(rows[0]), int(rows[-1])
+    """A slice where the rows are consecutive, which gives views without a copy. `rows` [n] ascending, on the CPU."""
+    first, last = (int(rows[0]), int(rows[-1])) if rows.numel() else (0, -1)
     return slice(first, last + 1) if last - first + 1 == rows.numel() else rows.to(device, non_blocking=True)
 
 
@@ -381,12 +390,13 @@ def chunk_logits(head: LinearHead, hidden: Tensor) -> Tensor:  # hidden [n, H] -
     return head_logits(hidden, head.weight, out=head.logits[: hidden.shape[0]])
 
 
-def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bool = False) -> Chunk:
-    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into the head's.
+def forward_chunk(head: LinearHead, numbers: Tensor, *, leaves_gradient: bool = False) -> Chunk:
+    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into the head's. numbers: of the rows.
 
     leaves_gradient: the gradient follows before the buffer's next chunk, without a term of the entropy. Then without shards the
     logits' memory may get the gradient at coefficient 1, which saves a pass.
     """
+    rows = device_rows(numbers, head.hidden.device)
     hidden, labels = chunk_operands(head, rows)
     kernels, with_entropy = head.kernels, head.entropy is not None
     result, is_unit_gradient = None, False
@@ -408,3 +418,137 @@ def keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> N
     head.log_probs[rows] = result.log_probs
     if head.entropy is not None:
         head.entropy[rows] = result.entropy
+
+
+@dataclass(slots=True)
+class HeadGradient:
+    """The buffers that collect the gradient of one call. None: it is not needed."""
+
+    hidden: Tensor | None  # [T, H], this tp rank's part where a reduce-scatter follows, else complete
+    weight: Tensor | None  # [V_tp, H]: the parameter's main_grad, else what the products so far gave; None before the first
+    needs_weight: bool
+    rounds_weight: bool  # a product that is the first and the last one writes the weight's dtype
+    has_row_term: bool  # the entropy's or a teacher's gradient comes, which does not commute
+    scale: Tensor | float | None = None  # multiplies every coefficient
+    is_reduced: bool = True  # `hidden` is summed over tp; False: it stays this shard's part of the sum
+    reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
+
+
+@dataclass(slots=True)
+class ReadyGradient:
+    """The gradient that backward returns, once."""
+
+    parameter: Tensor  # the weight as the caller gave it, with main_grad and its flags
+    needs_hidden: bool
+    is_in_main_grad: bool
+    loss_scale: Tensor | float | None
+    hidden: Tensor | None = None  # [T, H] or [T / tp, H]
+    weight: Tensor | None = None  # [V_tp, H] float32, or already the weight's dtype; None where it is in main_grad or not needed
+    is_used: bool = False
+
+
+def hidden_buffer(head: LinearHead) -> Tensor:  # [T, H] zeros
+    """Contiguous whatever the strides of head.hidden, because a product and the sum over tp write its slices in place."""
+    return torch.zeros_like(head.hidden, memory_format=torch.contiguous_format)
+
+
+def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_row_term: bool, for_pairs: bool = False) -> HeadGradient:
+    """Buffers for what `ready` needs. for_pairs: pairs come too, so that their caller rounds, scales and reduces."""
+    main_grad = main_grad_of(ready.parameter)
+    return HeadGradient(
+        hidden=hidden_buffer(head) if ready.needs_hidden else None,
+        weight=main_grad if ready.is_in_main_grad else None,
+        needs_weight=ready.parameter.requires_grad,
+        rounds_weight=main_grad is None and not for_pairs,  # it stays float32 for a main_grad that backward adds it to
+        has_row_term=has_row_term,
+        scale=None if for_pairs else ready.loss_scale,
+        is_reduced=not for_pairs,
+    )
+
+
+def cut(rows: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    """The fewest chunks of at most `capacity` rows, of sizes that differ by one row at most; no chunk for no rows."""
+    num_chunks = -(-rows.numel() // capacity)
+    return tuple(torch.tensor_split(rows, num_chunks)) if num_chunks else ()
+
+
+def multiply_chunk(
+    head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None, gradient: HeadGradient, *, is_last: bool
+) -> None:
+    """Writes the gradient over the logits, then dX, then dW while dX is reduced. c None: 1."""
+    out, row_scale = _logits_gradient(head, chunk, c, e)
+    pending, own, hidden, operand = None, None, gradient.hidden, chunk.hidden
+    if hidden is not None:
+        # A slice of rows is written to the place where it stays.
+        own = hidden[chunk.rows] if isinstance(chunk.rows, slice) and hidden.dtype == out.dtype else None
+        part = hidden_gradient(out, head.weight, out=own)
+        if row_scale is not None:
+            part.mul_(row_scale)
+        if head.options.sequence_parallel or not gradient.is_reduced:
+            if own is None:
+                hidden[chunk.rows] = part.to(hidden.dtype)
+            if is_last and gradient.is_reduced:
+                gradient.reduction = start_reduce_scatter_sum(hidden, head.options.tp_group)
+        else:
+            pending = start_all_reduce_sum(part, head.options.tp_group)
+        del part
+    if gradient.needs_weight:
+        if row_scale is not None:  # rows that were gathered are this chunk's own; a slice shows the caller's tensor
+            scaled = operand if isinstance(chunk.rows, Tensor) else torch.empty_like(operand)
+            operand = torch.mul(operand, row_scale, out=scaled)
+        if gradient.weight is not None:
+            add_weight_gradient(out, operand, out=gradient.weight)
+        else:
+            dtype = head.hidden.dtype if is_last and gradient.rounds_weight else accumulator_dtype(head.hidden)
+            gradient.weight = weight_gradient(out, operand, dtype)
+    if hidden is not None and pending is not None:
+        reduced = pending.wait()
+        if own is None:
+            hidden[chunk.rows] = reduced.to(hidden.dtype)
+
+
+def _logits_gradient(
+    head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None
+) -> tuple[Tensor, Tensor | None]:  # [n, V_tp], and [n, 1] that rows of both products get, or None
+    """Each row is rounded once more where c comes after the product: c (G W) and c X in 16 bits, in the place of c G."""
+    if chunk.is_unit_gradient:
+        return chunk.logits, None if c is None else c[:, None]
+    result, kernels = chunk.result, head.kernels
+    c = torch.ones_like(result.total) if c is None else c
+    out = head.gradient[: chunk.logits.shape[0]]
+    if head.term is None:
+        kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
+    else:
+        d = head.term.weights[chunk.rows]
+        head.term.write_gradient(kernels, chunk.logits, chunk.labels, None, chunk.rows, result, c, e, d, out=out)
+    return out, None
+
+
+def finish(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
+    """After the last chunk: the complete gradient of hidden, and a weight gradient of zeros where no row had a coefficient."""
+    if gradient.needs_weight and gradient.weight is None:
+        gradient.weight = torch.zeros_like(head.weight, dtype=head.hidden.dtype)
+    if gradient.hidden is None:
+        return None
+    if head.options.sequence_parallel and gradient.is_reduced and gradient.reduction is None:
+        gradient.reduction = start_reduce_scatter_sum(gradient.hidden, head.options.tp_group)
+    return gradient.hidden if gradient.reduction is None else gradient.reduction.wait()
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """Megatron's float32 gradient buffer of the weight; None without one, with Megatron-FSDP, which makes its own later, and where
+    a hook on the weight must see its gradient: autograd then gets it."""
+    main_grad = getattr(weight, "main_grad", None)
+    # torch can register hooks on a tensor, and has no public name for those that are there.
+    if main_grad is None or hasattr(weight, "__fsdp_param__") or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    return main_grad if main_grad.dtype == accumulator_dtype(weight) and main_grad.shape == weight.shape else None
+
+
+def gradient_in_main_grad(parameter: Tensor) -> Tensor | None:
+    """The placeholder for a gradient that is in main_grad already. Megatron's DDP hook needs a gradient, and adds it to main_grad
+    unless `grad_added_to_main_grad` is True. With zero_out_wgrad (tied embeddings) the hook always adds it, so it is zeros."""
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)

@@ -1,7 +1,7 @@
 """Log-probabilities of a fused head, for old and reference policies, an evaluation, and any loss behind them.
 
 A loss of this package knows its coefficients while a chunk's logits exist, so its head makes the gradient in forward
-(ops/linear_gradient.py). Here the coefficients come in backward. Forward keeps four numbers a row; backward computes the logits of
+(policy_loss/linear.py). Here the coefficients come in backward. Forward keeps four numbers a row; backward computes the logits of
 the rows with a coefficient again, chunk by chunk, and multiplies: four matmuls a row in all, and no logits [T, V_tp].
 """
 
@@ -20,19 +20,25 @@ from megatron_rl.layout.groups import SINGLE, Group, resolve_group, start_all_re
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import RowResult, check_temperature, first_order_only, resolve_backend, runs_eagerly, vocab_shard
 from megatron_rl.ops.distribution import DistributionTerm
-from megatron_rl.ops.linear_gradient import HeadGradient, ReadyGradient, cut, finish, gradient_for, hidden_buffer, multiply_chunk
 from megatron_rl.ops.linear_head import (
     Chunk,
+    HeadGradient,
     HeadOptions,
     LinearHead,
+    ReadyGradient,
     check_head,
     chunk_capacity,
     chunk_logits,
     chunk_operands,
     compare_heads,
+    cut,
     device_rows,
+    finish,
     forward_chunk,
+    gradient_for,
+    hidden_buffer,
     make_head,
+    multiply_chunk,
 )
 from megatron_rl.ops.log_probs import LogProbKeywords
 from megatron_rl.ops.support import (
@@ -219,7 +225,7 @@ def score_rows(
     head = replace(make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy), term=term)
     maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
     for temperature, numbers in chunks:
-        chunk = forward_chunk(at_temperature(head, temperature), device_rows(numbers, head.hidden.device))
+        chunk = forward_chunk(at_temperature(head, temperature), numbers)
         maximum[chunk.rows], total[chunk.rows] = chunk.result.maximum, chunk.result.total
     return head, RowResult(maximum, total, head.log_probs, torch.zeros_like(total) if head.entropy is None else head.entropy)
 
