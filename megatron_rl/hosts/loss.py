@@ -29,12 +29,12 @@ from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, all_reduce_sum, document_ids, document_sums, resolve_group, spread
-from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.losses.kl import k3, kl_estimate
 from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.inputs import mean_of_documents, not_none
+from megatron_rl.policy_loss.inputs import mean_of_documents, not_none, options_of
 from megatron_rl.policy_loss.reduce_torch import evaluate
 from megatron_rl.weights import sample_token_weights
 
@@ -83,19 +83,11 @@ def custom_loss(
     config = launch.config
     has_metric_of_entropy = _entropy_is_reported(launch) and not config.entropy_coefficient
     options: dict[str, Any] = {
-        "clip_ratio_low": config.clip_ratio_low,
-        "clip_ratio_high": config.clip_ratio_high,
-        "loss_parameters": config.loss_parameters,
-        "temperature": config.policy_temperature,
-        "kl_coefficient": config.kl_coefficient,
-        "entropy_coefficient": config.entropy_coefficient,
+        **options_of(config),
         # The host's entropy_loss, where no term of ours has it, from the same pass.
         "metrics": PolicyMetrics.WITH_ENTROPY if has_metric_of_entropy else PolicyMetrics.NONE,
-        "backend": config.policy_loss_backend,
         "advantages_per": "token",
         "token_counts": rows.token_counts,
-        "correction": CorrectionSettings.of(config),
-        "kl_estimator": config.kl_estimator,
         "ref_log_probs": rows.per_token.get("ref_log_probs"),
         "rollout_log_probs": rows.per_token.get("rollout_log_probs"),
         "regularizer_weights": mean_weights,

@@ -18,11 +18,12 @@ from megatron_rl.hosts.heads.row_proxy import RowProxy, rows_of
 from megatron_rl.hosts.roll import CONTRACT, HEAD, PROBED, STRATEGY_CONTRACT
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
-from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics, reduce_statistics
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.inputs import options_of
 from megatron_rl.weights import regularizer_weights, sample_token_weights
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
@@ -94,20 +95,13 @@ class RollLoss:
             ),
         )
         options: dict[str, Any] = {
-            "clip_ratio_low": config.clip_ratio_low,
-            "clip_ratio_high": config.clip_ratio_high,
-            "loss_parameters": config.loss_parameters,
+            **options_of(config),
             "importance_weights": None if importance is None else on_this_rank(importance),
             "rollout_log_probs": None if sampled is None else on_this_rank(sampled),
-            "correction": CorrectionSettings.of(config),
             "ref_log_probs": on_this_rank(columns["ref_log_probs"].float()) if config.kl_coefficient else None,
-            "kl_coefficient": config.kl_coefficient,
-            "kl_estimator": config.kl_estimator,
-            "entropy_coefficient": config.entropy_coefficient,
             "regularizer_weights": regularizer_weights(token_counts, totals),
             "advantages_per": "token",
             "token_counts": token_counts,
-            "metrics": config.policy_metrics,
         }
         if config.fused_lm_head_loss:
             output = self._of_hidden(logits, token_inputs, options)

@@ -16,8 +16,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.losses.corrections import CorrectionSettings, needs_rollout_log_probs
-from megatron_rl.losses.distillation import DistillationSettings
+from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.checks import SET_LATE, check_attached, check_model
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
@@ -32,6 +31,7 @@ from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.distribution import TopKTeacher
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
+from megatron_rl.policy_loss.inputs import options_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -81,21 +81,7 @@ class PolicyForwardStep:
         # Models whose config and first graph are checked, with what may change after that.
         self._checked: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
         self._num_microbatches: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
-        self._options: dict[str, Any] = {
-            "clip_ratio_low": config.clip_ratio_low,
-            "clip_ratio_high": config.clip_ratio_high,
-            "loss_parameters": config.loss_parameters,
-            "temperature": config.policy_temperature,
-            "vocab_size": vocab_size,
-            "metrics": config.policy_metrics,
-            "backend": config.policy_loss_backend,
-            "advantages_per": "sample",
-            "correction": CorrectionSettings.of(config),
-            "kl_coefficient": config.kl_coefficient,
-            "kl_estimator": config.kl_estimator,
-            "entropy_coefficient": config.entropy_coefficient,
-            "distillation": DistillationSettings.of(config),
-        }
+        self._options = {**options_of(config), "vocab_size": vocab_size, "advantages_per": "sample"}
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], ScheduledLoss]]:
         batch = next(data_iterator)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyMetrics
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, PolicyMetrics
 from megatron_rl.count import check_counts
 from megatron_rl.declare import PolicyLoss
 from megatron_rl.errors import ConfigError, DataError
@@ -109,6 +109,19 @@ def agreement_of(keywords: dict[str, Any]) -> RankAgreement | nullcontext[None]:
     if tp_group.size() == cp_group.size() == 1:
         return nullcontext()
     return RankAgreement(tp_group, cp_group, check_ranks=keywords.get("check_ranks"))
+
+
+def options_of(config: PolicyLossConfig) -> dict[str, Any]:
+    """The keyword arguments of a call that the settings give, for every micro-batch of a run."""
+    same_name = ("clip_ratio_low", "clip_ratio_high", "loss_parameters", "kl_coefficient", "kl_estimator", "entropy_coefficient")
+    return {
+        **{name: getattr(config, name) for name in same_name},
+        "temperature": config.policy_temperature,
+        "metrics": config.policy_metrics,
+        "backend": config.policy_loss_backend,
+        "correction": CorrectionSettings.of(config),
+        "distillation": DistillationSettings.of(config),
+    }
 
 
 def options_and_tensors(keywords: Mapping[str, Any]) -> tuple[LossOptions, dict[str, Any]]:
