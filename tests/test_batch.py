@@ -82,9 +82,9 @@ def test_a_row_predicts_each_response_token_at_the_position_before_it():
         assert batch.tokens.tolist() == [[7, 8, 9, 5, 6, 0]]
         assert batch.position_ids[0, :5].tolist() == [0, 1, 2, 3, 4]
         assert batch.labels[:4].tolist() == [8, 9, 5, 6]
-        assert batch.loss_mask.tolist() == [False, False, True, True, False, False]
-        torch.testing.assert_close(batch.old_log_probs, torch.tensor([0.0, 0.0, -0.5, -0.6, 0.0, 0.0]))
-        torch.testing.assert_close(batch.ref_log_probs, torch.tensor([0.0, 0.0, -1.5, -1.6, 0.0, 0.0]))
+        assert batch.loss.loss_mask.tolist() == [False, False, True, True, False, False]
+        torch.testing.assert_close(batch.loss.old_log_probs, torch.tensor([0.0, 0.0, -0.5, -0.6, 0.0, 0.0]))
+        torch.testing.assert_close(batch.loss.ref_log_probs, torch.tensor([0.0, 0.0, -1.5, -1.6, 0.0, 0.0]))
 
 
 def test_the_tail_of_a_packed_row_is_a_document_of_its_own_and_no_sample():
@@ -93,8 +93,8 @@ def test_the_tail_of_a_packed_row_is_a_document_of_its_own_and_no_sample():
     assert batch.packed_seq_params.qkv_format == "thd"
     assert batch.packed_seq_params.cu_seqlens_q.tolist() == batch.packed_seq_params.cu_seqlens_kv.tolist() == [0, 8, 14, 20]
     assert batch.packed_seq_params.max_seqlen_q == 8
-    assert batch.cu_seqlens.tolist() == [0, 8, 14]
-    assert not batch.loss_mask[14:].any() and batch.position_ids[0, 14:].tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.loss.cu_seqlens.tolist() == [0, 8, 14]
+    assert not batch.loss.loss_mask[14:].any() and batch.position_ids[0, 14:].tolist() == [0, 1, 2, 3, 4, 5]
     full = packed([sample_of(0, 3, 5), sample_of(1, 2, 4)], row_length=14)
     assert full.packed_seq_params.cu_seqlens_q.tolist() == [0, 8, 14]
 
@@ -104,11 +104,11 @@ def test_a_sample_s_numbers_reach_the_loss_in_the_order_of_the_documents():
     none = {"old_log_probs": None, "ref_log_probs": None}
     samples = [sample_of(3, 1, 2, **none), sample_of(1, 2, 4, **none)]
     for batch in (padded(samples, num_rows=3), packed(samples)):
-        assert batch.advantages.tolist() == [3.0, 1.0]
-        assert batch.token_weights.tolist() == [0.125, 0.5]
-        assert batch.regularizer_weights.tolist() == [0.25**3, 0.25]
-        assert batch.token_counts.tolist() == [1, 3]
-        assert batch.context is CONTEXT and batch.old_log_probs is batch.ref_log_probs is None
+        assert batch.loss.advantages.tolist() == [3.0, 1.0]
+        assert batch.loss.token_weights.tolist() == [0.125, 0.5]
+        assert batch.loss.regularizer_weights.tolist() == [0.25**3, 0.25]
+        assert batch.loss.token_counts.tolist() == [1, 3]
+        assert batch.context is CONTEXT and batch.loss.old_log_probs is batch.loss.ref_log_probs is None
 
 
 UNLIKE = r"sample 1: {} has \({},\) values for a response of {}"

@@ -356,7 +356,8 @@ def test_bounds_of_a_packed_row_lie_where_the_layers_read_them(bounds_on_host):
         assert seen == []
         packed = batch.packed_seq_params
         assert packed.cu_seqlens_q.is_cuda == packed.cu_seqlens_kv.is_cuda != bounds_on_host
-        tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)]
+        values = [*(getattr(batch, name) for name in batch.__slots__), *batch.loss.arguments().values()]
+        tensors = [value for value in values if isinstance(value, Tensor)]
         assert len(tensors) == 12 and all(tensor.is_cuda for tensor in tensors)
 
 

@@ -210,13 +210,14 @@ def critic_forward_step(batches, model):
     output, *_ = run_model(model, batch, HeadSettings(), SINGLE)
 
     def loss_func(values: Tensor):  # [B, S, 1]
-        vectors = (values.flatten(), batch.ref_log_probs, batch.loss_mask, batch.cu_seqlens, batch.token_weights)
-        found = value_loss(*vectors, old_values=batch.rollout_log_probs, clip=CLIP)
+        given = batch.loss
+        vectors = (values.flatten(), given.ref_log_probs, given.loss_mask, given.cu_seqlens, given.token_weights)
+        found = value_loss(*vectors, old_values=given.rollout_log_probs, clip=CLIP)
         return scale_for_schedule(
             found.loss,
             batch.context.num_microbatches,
             totals=batch.context.totals,
-            num_local_tokens=batch.loss_mask.sum(),
+            num_local_tokens=given.loss_mask.sum(),
             config=model_config_of(model),
             groups=resolve_groups(),
         )

@@ -37,7 +37,7 @@ class MeanOfMeans(PolicyForwardStep):
     """Divides the loss of each micro-batch by this rank's own tokens in it. Schedule and DDP then average."""
 
     def _finish(self, output, batch, model_config, groups, *further):
-        divisor = max(int(batch.loss_mask.sum()), 1) * groups.dp_cp.size() * batch.context.num_microbatches
+        divisor = max(int(batch.loss.loss_mask.sum()), 1) * groups.dp_cp.size() * batch.context.num_microbatches
         of_means = replace(output, loss=output.loss * batch.context.totals.num_tokens / divisor)
         return super()._finish(of_means, batch, model_config, groups, *further)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from megatron_rl.layout.groups import Group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.attention import remember_document_bounds
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
+from megatron_rl.policy_loss.inputs import LossBatch
 
-__all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
+__all__ = ["PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
 # In the place of a token's experts: it has no route.
 NO_ROUTE = -1
-PER_TOKEN_VALUES = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass", "importance_weights", "teacher_log_probs")
+VECTORS_OF_THE_LOSS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "importance_weights")  # [R] each
+FURTHER_VECTORS = ("kept_mass", "teacher_log_probs")
 TOP_K = FIELDS_OF_TEACHER[Distillation.TOPK]  # [R, K] each
 
 
@@ -35,16 +37,6 @@ class StepContext:
     counts_phantoms: bool = False  # count unmasked tokens whose old log-probability was never measured
     num_routed_tokens: int | None = None  # of all samples of the step, prompts too; only --router-aux-loss exact needs it
     num_further_tokens: tuple[int, ...] | None = None  # count_further_tokens; only a model with trained layers of MTP needs it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostCopies:
-    """CPU copies of the tensors that decide which rows a fused head computes, so that it reads nothing from the device."""
-
-    loss_mask: Tensor  # [T] bool
-    advantages: Tensor  # [N] float32
-    cu_seqlens: Tensor  # [N + 1] int32
-    sampling_support: SamplingSupport | None  # T rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,25 +81,15 @@ class PolicyBatch:
     cp_group: Group  # of this micro-batch; another one may have another size
     row_positions: Tensor  # [T] int64, the position of each local token in the flattened whole rows
     labels: Tensor  # [T] int64, the next token
-    loss_mask: Tensor  # [T] bool
-    old_log_probs: Tensor | None  # [T] float32
-    ref_log_probs: Tensor | None  # [T] float32
-    rollout_log_probs: Tensor | None  # [T] float32
+    loss: LossBatch  # what the loss reads, advantages [N]; sets of kept ids are empty where nothing was sampled
+    host: LossBatch  # the same, with mask, advantages, bounds and sets on the CPU, for a fused head: it reads nothing of the device
     kept_mass: Tensor | None  # [T] float32
-    importance_weights: Tensor | None  # [T] float32
     teacher_log_probs: Tensor | None  # [T] float32
     teacher_topk_ids: Tensor | None  # [T, K] int64
     teacher_topk_log_probs: Tensor | None  # [T, K] float32
-    sampling_support: SamplingSupport | None  # T rows, empty where nothing was sampled; None also of a micro-batch without samples
-    advantages: Tensor  # [N] float32
     staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled
     routes: Tensor | None  # [T, num_moe_layers, topk] int16, -1 where a token has none; see megatron/routing.py
-    cu_seqlens: Tensor  # [N + 1] int32, this rank's slices
-    token_weights: Tensor  # [N] float32
-    regularizer_weights: Tensor  # [N] float32
-    token_counts: Tensor  # [N] int64
     further: FurtherTokens | None  # None where the context has no num_further_tokens
-    host: HostCopies
     context: StepContext
 
 
@@ -212,16 +194,31 @@ def _assemble(
         """Copies without a wait of the host: the copy is queued before the kernels that read it, and `values` does not change."""
         return values.to(device, non_blocking=True)
 
-    host = HostCopies(
+    def those_of(*names: str) -> dict[str, Any]:
+        return {name: there(local[name]) if name in local else None for name in names}
+
+    vectors = those_of(*VECTORS_OF_THE_LOSS)
+    if not samples:
+        # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
+        vectors["ref_log_probs"] = there(torch.zeros(places.numel()))
+    support = None if "set" not in local else _kept_sets(samples).take(local["set"])
+    host = LossBatch(
         loss_mask=local["loss_mask"],
         advantages=sample_values("advantage", torch.float32),
         cu_seqlens=local_bounds.to(torch.int32),
-        sampling_support=None if "set" not in local else _kept_sets(samples).take(local["set"]),
+        token_weights=there(sample_values("token_weight", torch.float32)),
+        regularizer_weights=there(sample_values("regularizer_weight", torch.float32)),
+        token_counts=there(sample_values("token_count", torch.int64)),
+        sampling_support=support,
+        **vectors,
     )
-    given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_VALUES, *TOP_K, "routes")}
-    if not samples:
-        # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
-        given["ref_log_probs"] = there(torch.zeros(places.numel()))
+    loss = replace(
+        host,
+        loss_mask=there(host.loss_mask),
+        advantages=there(host.advantages),
+        cu_seqlens=there(host.cu_seqlens),
+        sampling_support=None if support is None else support.to(device),
+    )
     further = None
     if context.num_further_tokens is not None:
         labels, masks = (local[name].t().contiguous() for name in ("further_labels", "further_mask"))
@@ -235,18 +232,12 @@ def _assemble(
         cp_group=cp_group,
         row_positions=there(places.flatten()),
         labels=there(local["labels"]),
-        loss_mask=there(host.loss_mask),
-        sampling_support=None if host.sampling_support is None else host.sampling_support.to(device),
-        advantages=there(host.advantages),
-        staleness=None if staleness is None else there(staleness),
-        cu_seqlens=there(host.cu_seqlens),
-        token_weights=there(sample_values("token_weight", torch.float32)),
-        regularizer_weights=there(sample_values("regularizer_weight", torch.float32)),
-        token_counts=there(sample_values("token_count", torch.int64)),
-        further=further,
+        loss=loss,
         host=host,
+        staleness=None if staleness is None else there(staleness),
+        further=further,
         context=context,
-        **given,
+        **those_of(*FURTHER_VECTORS, *TOP_K, "routes"),
     )
 
 
@@ -285,7 +276,7 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
         "labels": placed(0, at_tokens[~is_last], tokens[1:][~is_last[:-1]]),
         "loss_mask": placed(False, predicting, _joined([sample.loss_mask for sample in samples], torch.bool)),
     }
-    for name in PER_TOKEN_VALUES:
+    for name in (*VECTORS_OF_THE_LOSS, *FURTHER_VECTORS):
         if _is_given(samples, name):
             values = [_response_values(getattr(sample, name), sample.response_length, i, name) for i, sample in enumerate(samples)]
             rows[name] = placed(0.0, predicting, _joined(values, torch.float32))

@@ -15,7 +15,6 @@ from megatron_rl.config import Distillation, PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
-from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses.corrections import needs_rollout_log_probs
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.checks import SET_LATE, check_attached, check_model
@@ -31,7 +30,7 @@ from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.distribution import TopKTeacher
 from megatron_rl.ops.scale import AssumedScale
 from megatron_rl.policy_loss import PolicyLossOutput, linear_policy_loss, policy_loss
-from megatron_rl.policy_loss.inputs import options_of
+from megatron_rl.policy_loss.inputs import not_none, options_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -134,39 +133,15 @@ class PolicyForwardStep:
 
         inputs: of the fused head. loss_scale: what backward multiplies the loss with, where it is known. added: a loss that is
         trained beside."""
+        name, options = self.config.policy_loss, {**self._options_of(batch, groups), "loss_scale": loss_scale}
         if inputs is None:
-            found = policy_loss(
-                self.config.policy_loss,
-                output.flatten(0, 1),
-                batch.labels,
-                batch.old_log_probs,
-                batch.advantages,
-                batch.loss_mask,
-                batch.cu_seqlens,
-                batch.token_weights,
-                inplace=True,  # nothing else reads the logits
-                loss_scale=loss_scale,
-                **self._options_of(batch, groups, batch.sampling_support),
-            )
+            # In place, because nothing else reads the logits.
+            found = policy_loss(name, output.flatten(0, 1), batch.labels, inplace=True, **batch.loss.arguments() | options)
         else:
-            assert not isinstance(loss_scale, AssumedScale)
             hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
-            found = linear_policy_loss(
-                self.config.policy_loss,
-                hidden,
-                inputs.weight,
-                batch.labels,
-                batch.old_log_probs,
-                batch.host.advantages,
-                batch.host.loss_mask,
-                batch.host.cu_seqlens,
-                batch.token_weights,
-                max_logits_bytes=self.config.max_logits_bytes,
-                sequence_parallel=is_sequence_parallel,
-                fp32_logits=self.config.fp32_lm_head,
-                loss_scale=loss_scale,
-                **self._options_of(batch, groups, batch.host.sampling_support),
-            )
+            options |= {"sequence_parallel": is_sequence_parallel, "fp32_logits": self.config.fp32_lm_head}
+            options["max_logits_bytes"] = self.config.max_logits_bytes
+            found = linear_policy_loss(name, hidden, inputs.weight, batch.labels, **batch.host.arguments() | options)
         return self._finish(found, batch, model_config, groups, added)
 
     def _finish(
@@ -187,7 +162,7 @@ class PolicyForwardStep:
             found.loss,
             batch.context.num_microbatches,
             totals=batch.context.totals,
-            num_local_tokens=batch.loss_mask.sum(),
+            num_local_tokens=batch.loss.loss_mask.sum(),
             config=model_config,
             groups=groups,
             gradient_divisor=self.config.gradient_divisor,
@@ -200,22 +175,17 @@ class PolicyForwardStep:
             report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
         return loss, num_tokens, report
 
-    def _options_of(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> dict[str, Any]:
-        """What a micro-batch adds to the options of the step."""
+    def _options_of(self, batch: PolicyBatch, groups: ParallelGroups) -> dict[str, Any]:
+        """What a micro-batch adds to the options of the step, and what one without samples has in the place of theirs."""
         # By group: ranks that share one agree on the number, and may have had others between.
         number = self._num_microbatches.get(batch.cp_group, 0)
         self._num_microbatches[batch.cp_group] = number + 1
         return {
             **self._options,
             "check_ranks": checks_microbatch(number),
-            "token_counts": batch.token_counts,
             "tp_group": groups.tp,
             "cp_group": batch.cp_group,
-            "ref_log_probs": batch.ref_log_probs,
             "rollout_log_probs": _rollout_log_probs(batch, self.config),
-            "sampling_support": sampling_support,
-            "regularizer_weights": batch.regularizer_weights,
-            "importance_weights": batch.importance_weights,
             **_teacher_of(batch, self.config),
         }
 
@@ -227,15 +197,15 @@ class PolicyForwardStep:
 
 def _rollout_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> Tensor | None:
     """The samples' own. A micro-batch without samples has none, and a loss that needs some gets zeros, which nothing reads."""
-    if batch.rollout_log_probs is not None or batch.token_counts.numel():
-        return batch.rollout_log_probs
+    if batch.loss.rollout_log_probs is not None or batch.loss.num_documents:
+        return batch.loss.rollout_log_probs
     return torch.zeros(batch.labels.shape, device=batch.labels.device) if needs_rollout_log_probs(config) else None
 
 
 def _teacher_of(batch: PolicyBatch, config: PolicyLossConfig) -> dict[str, Any]:
     """What --distillation asks for. A micro-batch without samples gets zeros, which nothing reads, so that its ranks communicate as
     others. Raises DataError where the samples lack it, or have a teacher without the flag."""
-    if batch.token_counts.numel():
+    if batch.loss.num_documents:
         if (problem := teacher_problem(config, batch)) is not None:
             raise DataError(f"the samples of a micro-batch have {problem}")
         log_probs, ids, of_ids = batch.teacher_log_probs, batch.teacher_topk_ids, batch.teacher_topk_log_probs
@@ -253,22 +223,23 @@ def _teacher_of(batch: PolicyBatch, config: PolicyLossConfig) -> dict[str, Any]:
 @torch.no_grad()
 def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatistics | None:
     """The loss's statistics, with the rollout statistics where the batch has inputs for them."""
-    counts_phantoms = batch.context.counts_phantoms and batch.old_log_probs is not None
+    loss = batch.loss
+    counts_phantoms = batch.context.counts_phantoms and loss.old_log_probs is not None
     # Each rank of the group has all samples; another micro-batch may have more ranks.
     staleness = batch.staleness if batch.cp_group.rank() == 0 else None
-    given = (batch.rollout_log_probs, staleness, batch.kept_mass)
+    given = (loss.rollout_log_probs, staleness, batch.kept_mass)
     if output.metrics is None or not (counts_phantoms or any(values is not None for values in given)):
         return output.metrics
     rollout = rollout_statistics(
         log_probs=output.log_probs,
-        old_log_probs=batch.old_log_probs,
-        rollout_log_probs=batch.rollout_log_probs,
+        old_log_probs=loss.old_log_probs,
+        rollout_log_probs=loss.rollout_log_probs,
         kept_mass=batch.kept_mass,
         staleness=staleness,
         counts_phantoms=counts_phantoms,
-        loss_mask=batch.loss_mask,
-        cu_seqlens=batch.cu_seqlens,
-        token_counts=batch.token_counts,
+        loss_mask=loss.loss_mask,
+        cu_seqlens=loss.cu_seqlens,
+        token_counts=not_none(loss.token_counts),
     )
     return replace(output.metrics, rollout=rollout)
 

@@ -52,12 +52,12 @@ def response_log_probs(
             return vocab_parallel_log_probs(
                 rows,
                 batch.labels,
-                loss_mask=batch.loss_mask,
+                loss_mask=batch.loss.loss_mask,
                 temperature=temperature,
                 vocab_size=vocab_size,
                 tp_group=groups.tp,
                 backend=backend,
-                sampling_support=batch.sampling_support,
+                sampling_support=batch.loss.sampling_support,
             )
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
         return linear_log_probs(

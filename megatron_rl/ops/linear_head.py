@@ -429,7 +429,6 @@ class HeadGradient:
     needs_weight: bool
     rounds_weight: bool  # a product that is the first and the last one writes the weight's dtype
     has_row_term: bool  # the entropy's or a teacher's gradient comes, which does not commute
-    scale: Tensor | float | None = None  # multiplies every coefficient
     is_reduced: bool = True  # `hidden` is summed over tp; False: it stays this shard's part of the sum
     reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
 
@@ -461,7 +460,6 @@ def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_row_term: bool, 
         needs_weight=ready.parameter.requires_grad,
         rounds_weight=main_grad is None and not for_pairs,  # it stays float32 for a main_grad that backward adds it to
         has_row_term=has_row_term,
-        scale=None if for_pairs else ready.loss_scale,
         is_reduced=not for_pairs,
     )
 

@@ -225,6 +225,10 @@ class LossBatch:
     def num_documents(self) -> int:
         return self.cu_seqlens.numel() - 1
 
+    def arguments(self) -> dict[str, Any]:
+        """What a caller gives, by the names of the arguments of policy_loss."""
+        return {name: getattr(self, name) for name in (*REQUIRED_FIELDS, *OPTIONAL_FIELDS)}
+
     def spread(self, per_document: Tensor) -> Tensor:  # [N] -> [T], 0 on padding
         return spread(per_document, not_none(self.documents))
 
@@ -247,6 +251,7 @@ class LossBatch:
 VECTORS = ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs", "teacher_log_probs")
 TOKEN_FIELDS = ("advantages", "loss_mask", "documents", "entropy", "divergences", *VECTORS)
 DOCUMENT_FIELDS = ("token_weights", "token_counts", "regularizer_weights")
+REQUIRED_FIELDS = ("old_log_probs", "advantages", "loss_mask", "cu_seqlens", "token_weights")
 OPTIONAL_FIELDS = (*VECTORS[1:], *DOCUMENT_FIELDS[1:], "sampling_support", "teacher")
 
 
@@ -564,10 +569,8 @@ def refuse_bad_data(loss: PolicyLoss, output: PolicyLossOutput, sums: Tensor, ba
     here = batch.loss_mask & (batch.documents == document)
     tensors = checked_tensors(loss, output.log_probs, replace(batch, entropy=output.entropy_per_token), options)
     names = [name for name, tensor in tensors.items() if bool((here & ~torch.isfinite(tensor)).any())]
-    where, remedy = (
-        f"in {', '.join(names)}",
-        "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample",
-    )
+    where = f"in {', '.join(names)}"
+    remedy = "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample"
     if not names:
         functions = [f"policy loss {loss.name}", *([f"KL estimator {options.kl_estimator}"] if options.kl_coefficient else [])]
         where = f"in what {' or '.join(functions)} returns for finite inputs"

@@ -1,7 +1,7 @@
 """Computes this rank's part of the step's loss from hidden states, without logits [T, V_tp]: the loss functions of the fused head.
 
-The unmasked rows are cut into chunks, and the chunks whose coefficients become known together are an item. An item runs by one of
-the plans in linear_policy_loss; ops/linear_head.py has the matmuls of a chunk. Row numbers are CPU tensors.
+The unmasked rows are cut into chunks, and the chunks whose coefficients become known together are an item, which runs by one of the
+plans in linear_policy_loss. ops/linear_head.py has the matmuls of a chunk.
 
 Backward multiplies the gradient by its factor; a second backward raises. The weight's gradient is summed in float32. Where the
 parameter has Megatron's float32 `main_grad`, it is added there, unrounded: in forward if the factor was declared (loss_scale),
@@ -188,12 +188,15 @@ def linear_policy_loss(
             head = replace(make_head(hidden, weight, labels, options, longest, with_entropy=with_entropy), term=term)
             # cp ranks have other chunks of rows, so nothing is reduced there.
             row_options = replace(options, metrics=PolicyMetrics.NONE, cp_group=SINGLE if is_row_by_row else options.cp_group)
+            scale = ready.loss_scale
 
             def coefficients(item: WorkItem) -> tuple[Tensor, Tensor | None]:
                 chosen = device_rows(torch.cat([rows[:0], *item.chunks]), device)
                 entropy = None if head.entropy is None else head.entropy[chosen]
                 _, found = reduce(loss, head.log_probs[chosen], entropy, batch.take(chosen), row_options, is_part=True)
-                return found.log_probs, found.entropy
+                if scale is None:
+                    return found.log_probs, found.entropy
+                return found.log_probs * scale, None if found.entropy is None else found.entropy * scale
 
             gradient = gradient_for(ready, head, has_row_term=options.entropy_coefficient != 0 or term is not None)
             ready.hidden = run_with_gradient(head, items, coefficients, gradient)
@@ -234,8 +237,8 @@ class WorkItem:
     plan: Callable[..., None] | None = None  # the function that runs it; None: _statistics_first
 
 
-# (item) -> c [rows of the item, in the order of its chunks], e [the same rows] or None. Called once an item, after the forward pass
-# of its last chunk, when the head's log_probs and entropy hold its rows. It may reduce over cp: every rank has the same items.
+# (item) -> c [rows of the item, in the order of its chunks], e [the same rows] or None, times a declared factor. Called once an
+# item, after its last chunk's forward, when the head's log_probs and entropy hold its rows. Over cp every rank has the same items.
 ItemCoefficients = Callable[[WorkItem], tuple[Tensor, Tensor | None]]
 
 
@@ -309,8 +312,6 @@ def run_with_gradient(
     """Forward and gradient; returns the complete gradient of hidden, [T, H] or with sequence parallelism [T / tp, H].
 
     Rows that are in no item get gradient 0. `gradient.weight` is then there if it is needed: zeros if no row had a coefficient.
-    Communication over tp: one all-gather a chunk. For the gradient of hidden one all-reduce a chunk, or one reduce-scatter; each
-    runs during a weight gradient.
     """
     for number, item in enumerate(items):
         run = item.plan or _statistics_first
@@ -323,14 +324,13 @@ def _statistics_first(
 ) -> None:
     """The other plans: first the statistics of all chunks, then the gradient. The logits of the last chunk are still in the buffer;
     the other chunks' are computed again, of rows with a coefficient other than 0: no statistics, no all-gather. A cp rank without a
-    row of a bin has no chunk.
-    """
+    row of a bin has no chunk."""
     results, sizes = [], [rows.numel() for rows in item.chunks]
     for number, numbers in enumerate(item.chunks):
         leaves_gradient = number == len(sizes) - 1 and not gradient.has_row_term
         last = forward_chunk(head, numbers, leaves_gradient=leaves_gradient)
         results.append((last.rows, last.result))
-    c, e = scaled(coefficients(item), gradient)
+    c, e = coefficients(item)
     if not results:
         return
     c_parts = c.split(sizes)
@@ -365,7 +365,7 @@ def scale_last(head: LinearHead, item: WorkItem, coefficients: ItemCoefficients,
         early.append(chunk.rows)
         multiply_chunk(head, chunk, None, None, target, is_last=False)
     last = forward_chunk(head, item.chunks[-1], leaves_gradient=True)
-    c, _ = scaled(coefficients(item), gradient)
+    c, _ = coefficients(item)
     is_dropped = bool(c[0] == 0)  # then 0 is written, because 0 x inf would be NaN
     if gradient.hidden is not None:
         for rows in early:
@@ -379,13 +379,6 @@ def scale_last(head: LinearHead, item: WorkItem, coefficients: ItemCoefficients,
     elif target.weight is not None and gradient.weight is not None:
         gradient.weight.addcmul_(target.weight, c[0].to(target.weight.dtype))
     multiply_chunk(head, last, c[-last.labels.numel() :], None, gradient, is_last=is_last)
-
-
-def scaled(coefficients: tuple[Tensor, Tensor | None], gradient: HeadGradient) -> tuple[Tensor, Tensor | None]:
-    c, e = coefficients
-    if gradient.scale is None:
-        return c, e
-    return c * gradient.scale, None if e is None else e * gradient.scale
 
 
 def _kept(head: LinearHead, c: Tensor, e: Tensor | None) -> Tensor:  # [k] ascending, on the CPU
@@ -417,15 +410,8 @@ def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k <
     else:
         hidden[holes] = hidden[sources]
         rows, hidden = rows[order], hidden[:num_kept]
-    kept_chunk = replace(
-        chunk,
-        rows=rows,
-        hidden=hidden,
-        labels=chunk.labels[order],
-        logits=chunk.logits[:num_kept],
-        result=chunk.result.take(order),
-    )
-    return kept_chunk, order
+    labels, logits, result = chunk.labels[order], chunk.logits[:num_kept], chunk.result.take(order)
+    return Chunk(rows, hidden, labels, logits, result, chunk.is_unit_gradient), order
 
 
 def compact_rows(
