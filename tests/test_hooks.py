@@ -188,6 +188,9 @@ def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
     with pytest.raises(DataError, match="rollout 7, step 1: 3 non-finite .* is refused on all of them. Look at logits, log_probs"):
         trainer.optimizer.step()
     assert trainer.parameter.item() == 0.5
+    trainer.begin(2)  # of a caller who goes on after the error
+    trainer.optimizer.step()
+    assert trainer.parameter.item() == 0.0
 
 
 def test_the_reducer_records_non_finite_unmasked_tokens_for_an_armed_guard():

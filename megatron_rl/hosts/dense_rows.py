@@ -202,10 +202,8 @@ def step_line(
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
     if totals is not None:
-        known |= {"N": totals.num_samples, "R": totals.num_rollouts, "P": totals.num_prompts}
+        known |= {"N": totals.num_samples, "R": totals.num_rollouts, "P": totals.num_prompts, "T": totals.num_tokens}
     in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
-    if totals is not None and record.needs is not None and "num_tokens" in record.needs:
-        known["T"] = totals.num_tokens
     parts = [title, numbers(config)]
     if correction is not None:
         low, high = correction.bounds
