@@ -194,10 +194,10 @@ def _assemble(
         """Copies without a wait of the host: the copy is queued before the kernels that read it, and `values` does not change."""
         return values.to(device, non_blocking=True)
 
-    def those_of(*names: str) -> dict[str, Any]:
+    def copies_of(*names: str) -> dict[str, Any]:
         return {name: there(local[name]) if name in local else None for name in names}
 
-    vectors = those_of(*VECTORS_OF_THE_LOSS)
+    vectors = copies_of(*VECTORS_OF_THE_LOSS)
     if not samples:
         # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
         vectors["ref_log_probs"] = there(torch.zeros(places.numel()))
@@ -237,7 +237,7 @@ def _assemble(
         staleness=None if staleness is None else there(staleness),
         further=further,
         context=context,
-        **those_of(*FURTHER_VECTORS, *TOP_K, "routes"),
+        **copies_of(*FURTHER_VECTORS, *TOP_K, "routes"),
     )
 
 
