@@ -125,7 +125,7 @@ class PolicyLossConfig:
     loss_aggregation: str = "sample_mean"
     """The weight of a token: a registered aggregation, or module.function."""
     loss_aggregation_divisor: float | None = None
-    """The L of constant: each token weighs 1 / (L x samples). Required with constant, refused with the other built-in ones."""
+    """The L of constant: each token weighs 1 / (L x rollouts). Required with constant, refused with the other built-in ones."""
     samples_per_prompt: int | None = None
     """Declared size of each prompt group; a step with an incomplete group raises."""
     allow_partial_prompt_groups: bool = False

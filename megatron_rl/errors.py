@@ -43,7 +43,7 @@ class DataError(ValueError):
 
 
 class EmptyStep(DataError):
-    """A step without a single unmasked token on any rank, or without one that the correction keeps."""
+    """A step without a single unmasked token on any rank."""
 
 
 class GroupSizeError(DataError):

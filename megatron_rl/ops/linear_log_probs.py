@@ -246,7 +246,8 @@ def run_gradient(
     gradient: HeadGradient,
 ) -> Tensor | None:
     """The gradient alone, where a forward pass has kept the numbers of its rows: one matmul a row for its logits, two for the
-    gradient, and no statistics. Returns what run_with_gradient returns. Communication: its, without the all-gathers."""
+    gradient, and no statistics. Returns the complete gradient of hidden. Communication over tp: one
+    all-reduce a chunk or one reduce-scatter, where gradient.is_reduced."""
     for number, (temperature, numbers) in enumerate(chunks):
         rows = device_rows(numbers, head.hidden.device)
         hidden, labels = chunk_operands(head, rows)
