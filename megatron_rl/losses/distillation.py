@@ -38,8 +38,8 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> BucketValues:
 def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> BucketValues:
     """beta KL(q, m) + (1 - beta) KL(p, m) with m = beta q + (1 - beta) p. GKD, arXiv:2306.13649, equation 1."""
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
-    of_policy = (1 - beta) * log_p.exp() * (log_p - log_m)
-    return BucketValues(beta * log_q.exp() * (log_q - log_m) + of_policy, of_policy)
+    policy_part = (1 - beta) * log_p.exp() * (log_p - log_m)
+    return BucketValues(beta * log_q.exp() * (log_q - log_m) + policy_part, policy_part)
 
 
 DIVERGENCES: dict[str, Callable[..., BucketValues]] = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": jsd}

@@ -208,15 +208,15 @@ def _teacher_of(batch: PolicyBatch, config: PolicyLossConfig) -> dict[str, Any]:
     if batch.loss.num_documents:
         if (problem := teacher_problem(config, batch)) is not None:
             raise DataError(f"the samples of a micro-batch have {problem}")
-        log_probs, ids, of_ids = batch.teacher_log_probs, batch.teacher_topk_ids, batch.teacher_topk_log_probs
+        log_probs, ids, id_log_probs = batch.teacher_log_probs, batch.teacher_topk_ids, batch.teacher_topk_log_probs
     else:
         log_probs = torch.zeros(batch.labels.shape, device=batch.labels.device)
-        ids, of_ids = torch.zeros_like(batch.labels)[:, None], log_probs[:, None]
+        ids, id_log_probs = torch.zeros_like(batch.labels)[:, None], log_probs[:, None]
     if config.distillation == Distillation.SAMPLED:
         return {"teacher_log_probs": log_probs}
     if config.distillation == Distillation.TOPK:
-        assert ids is not None and of_ids is not None, "teacher_problem has named them"
-        return {"teacher": TopKTeacher(ids, of_ids)}
+        assert ids is not None and id_log_probs is not None, "teacher_problem has named them"
+        return {"teacher": TopKTeacher(ids, id_log_probs)}
     return {}
 
 

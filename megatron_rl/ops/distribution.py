@@ -112,10 +112,8 @@ def valid_rows(teacher: TopKTeacher, vocab_size: int) -> Tensor:  # [T] bool
     return is_part & (teacher.log_probs <= 0).all(-1) & (teacher.mass <= LARGEST_MASS)
 
 
-def compare_teachers(agreement: RankAgreement | None, teacher: Teacher | None, loss_mask: Tensor) -> None:
+def compare_teachers(agreement: RankAgreement, teacher: Teacher | None, loss_mask: Tensor) -> None:
     """Adds what must be equal on ranks that share a softmax: the kind and, of unmasked rows, whole rows."""
-    if agreement is None or not agreement.is_active:
-        return
     agreement.add("teacher", type(teacher).__name__)
     for name in ("ids", "log_probs", "hidden"):
         if hasattr(teacher, name):
@@ -207,17 +205,17 @@ class DistributionTerm:
     ) -> None:
         """The kernels' gradient and that of the divergence, block by block. No communication."""
         for block in self._blocks(logits):
-            of_term = None
+            divergence_gradient = None
             if d is not None:
                 scale = torch.where(self.loss_mask[self._part(rows, block)], d[block] * self.shard.inverse_temperature, 0.0)
-                of_term = self._gradient(logits[block], rows, result, block).mul_(scale[:, None])
-                of_term.masked_fill_((scale == 0)[:, None], 0.0)  # masked rows hold anything
+                divergence_gradient = self._gradient(logits[block], rows, result, block).mul_(scale[:, None])
+                divergence_gradient.masked_fill_((scale == 0)[:, None], 0.0)  # masked rows hold anything
             given = (result.maximum, result.total, result.entropy, c, e)
             numbers = (None if vector is None else vector[block] for vector in given)
             mask = None if loss_mask is None else loss_mask[block]
             kernels.gradient(logits[block], labels[block], mask, *numbers, self.shard, out=out[block])
-            if of_term is not None:
-                out[block, : self.shard.num_columns] += of_term
+            if divergence_gradient is not None:
+                out[block, : self.shard.num_columns] += divergence_gradient
 
     def _gradient(self, logits: Tensor, rows: slice | Tensor, result: RowResult, block: slice) -> Tensor:  # [n, num_columns]
         part = self._part(rows, block)
@@ -226,13 +224,13 @@ class DistributionTerm:
             slope = self.divergence(log_p, self._log_q(rows, block)).slope
             return slope - log_p.exp_() * slopes
         places, log_q = self._places(part)
-        of_ids = log_p.gather(1, places.clamp(max=log_p.shape[1] - 1))
-        of_ids = self.divergence(of_ids, log_q).slope - of_ids.exp() * slopes
+        id_gradient = log_p.gather(1, places.clamp(max=log_p.shape[1] - 1))
+        id_gradient = self.divergence(id_gradient, log_q).slope - id_gradient.exp() * slopes
         gradient = log_p.exp() * -slopes
         if self._has_tail:  # of the ids it may be infinite, but they get their own
             gradient += (log_p - self._numbers[part][:, None]).exp_().mul_(self._tail(part).slope[:, None])
         # One column more gets what belongs to another rank's ids.
-        return torch.nn.functional.pad(gradient, (0, 1)).scatter_(1, places, of_ids)[:, :-1]
+        return torch.nn.functional.pad(gradient, (0, 1)).scatter_(1, places, id_gradient)[:, :-1]
 
     def _sums(self, logits: Tensor, rows: slice | Tensor, result: RowResult, block: slice) -> Tensor:  # [n, 3] of this shard
         log_p = self._log_p(logits, result, block)

@@ -410,14 +410,10 @@ def forward_chunk(head: LinearHead, numbers: Tensor, *, leaves_gradient: bool = 
         result = head.term.forward(kernels, logits, labels, None, rows, with_entropy=with_entropy)
     elif result is None:
         result = kernels.forward(logits, labels, None, head.shard, head.options.tp_group, with_entropy=with_entropy)
-    keep_results(head, rows, result)
-    return Chunk(rows, hidden, labels, logits, result, is_unit_gradient)
-
-
-def keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> None:
     head.log_probs[rows] = result.log_probs
     if head.entropy is not None:
         head.entropy[rows] = result.entropy
+    return Chunk(rows, hidden, labels, logits, result, is_unit_gradient)
 
 
 @dataclass(slots=True)
@@ -428,7 +424,7 @@ class HeadGradient:
     weight: Tensor | None  # [V_tp, H]: the parameter's main_grad, else what the products so far gave; None before the first
     needs_weight: bool
     rounds_weight: bool  # a product that is the first and the last one writes the weight's dtype
-    has_row_term: bool  # the entropy's or a teacher's gradient comes, which does not commute
+    has_row_term: bool = True  # the entropy's or a teacher's gradient comes, which does not commute
     is_reduced: bool = True  # `hidden` is summed over tp; False: it stays this shard's part of the sum
     reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
 
@@ -443,7 +439,6 @@ class ReadyGradient:
     loss_scale: Tensor | float | None
     hidden: Tensor | None = None  # [T, H] or [T / tp, H]
     weight: Tensor | None = None  # [V_tp, H] float32, or already the weight's dtype; None where it is in main_grad or not needed
-    is_used: bool = False
 
 
 def hidden_buffer(head: LinearHead) -> Tensor:  # [T, H] zeros
@@ -451,7 +446,7 @@ def hidden_buffer(head: LinearHead) -> Tensor:  # [T, H] zeros
     return torch.zeros_like(head.hidden, memory_format=torch.contiguous_format)
 
 
-def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_row_term: bool, for_pairs: bool = False) -> HeadGradient:
+def gradient_for(ready: ReadyGradient, head: LinearHead, *, has_row_term: bool = True, for_pairs: bool = False) -> HeadGradient:
     """Buffers for what `ready` needs. for_pairs: pairs come too, so that their caller rounds, scales and reduces."""
     main_grad = main_grad_of(ready.parameter)
     return HeadGradient(

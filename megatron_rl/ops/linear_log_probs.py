@@ -246,8 +246,8 @@ def run_gradient(
     gradient: HeadGradient,
 ) -> Tensor | None:
     """The gradient alone, where a forward pass has kept the numbers of its rows: one matmul a row for its logits, two for the
-    gradient, and no statistics. Returns the complete gradient of hidden. Communication over tp: one
-    all-reduce a chunk or one reduce-scatter, where gradient.is_reduced."""
+    gradient, and no statistics. Returns the gradient of hidden. Communication over tp, where gradient.is_reduced: one all-reduce a
+    chunk, or one reduce-scatter."""
     for number, (temperature, numbers) in enumerate(chunks):
         rows = device_rows(numbers, head.hidden.device)
         hidden, labels = chunk_operands(head, rows)
@@ -304,7 +304,7 @@ def fill_with_pairs(
     full_results, pairs, kernels, scores = scored
     scale = 1.0 if ready.loss_scale is None else ready.loss_scale
     c = c * scale
-    gradient = gradient_for(ready, head, has_row_term=True, for_pairs=True)
+    gradient = gradient_for(ready, head, for_pairs=True)
     if e is not None and rows.numel():
         chunks = [(head.options.temperature, chunk) for chunk in cut(rows, capacity)]
         run_gradient(head, chunks, full_results, torch.zeros_like(c), e * scale, gradient)
@@ -359,7 +359,6 @@ class LinearLogProbs(torch.autograd.Function):
             weight=None,
             needs_weight=ctx.needs_input_grad[1],
             rounds_weight=True,
-            has_row_term=entropy_gradient is not None,
             is_reduced=ctx.reduces_hidden,
         )
         result = RowResult(maximum, total, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)

@@ -744,57 +744,42 @@ def logits_gradient_triton(
     source = logits if has_flat_rows(logits) else logits.contiguous()
     is_direct = has_flat_rows(out) and flat_rows(out).is_aligned_with(flat_rows(source))
     target = out if is_direct else gradient_like(source, out.dtype)
-    vectors = [
-        None if vector is None else vector.to(torch.float32).contiguous()
-        for vector in (maximum, total, entropy, coefficients, entropy_coefficients)
-    ]
+    maximum, total, entropy = (vector.to(torch.float32).contiguous() for vector in (maximum, total, entropy))
+    c, e = (None if vector is None else vector.to(torch.float32).contiguous() for vector in (coefficients, entropy_coefficients))
+    labels, (num_rows, num_stored) = labels.contiguous(), source.shape
+    rows, written = flat_rows(source), flat_rows(target)
     with torch.cuda.device_of(logits):
-        _launch_gradient(source, labels.contiguous(), loss_mask, vectors, shard, target, configuration)
+        splits, per_split = split_rows(num_rows, num_stored, configuration.block, configuration.splits, source.device)
+        logits_gradient_kernel[(num_rows, splits)](
+            rows.pointer,
+            written.pointer,
+            labels if loss_mask is None else as_bytes(loss_mask),
+            labels,
+            maximum,
+            total,
+            entropy,
+            maximum if c is None else c,
+            maximum if e is None else e,
+            shard.inverse_temperature,
+            shard.inverse_temperature * LOG2_E,
+            shard.num_columns,
+            num_stored,
+            shard.first_column,
+            per_split // ALIGNMENT,
+            rows.shift,
+            rows.stride,
+            written.shift,
+            written.stride,
+            BLOCK=configuration.block,
+            VECTOR=16 // target.itemsize,
+            HAS_MASK=loss_mask is not None,
+            HAS_COEFFICIENTS=c is not None,
+            ENTROPY=e is not None,
+            num_warps=configuration.num_warps,
+            enable_fp_fusion=True,
+        )
     if not is_direct:
         return out.copy_(target)
     # Autograd does not see the write of a kernel. Its version counter protects logits that another backward still needs.
     torch.autograd.graph.increment_version(out)
     return out
-
-
-def _launch_gradient(
-    source: Tensor,
-    labels: Tensor,
-    loss_mask: Tensor | None,
-    vectors: list[Tensor | None],
-    shard: VocabShard,
-    target: Tensor,
-    configuration: GradientConfiguration,
-) -> None:
-    maximum, total, entropy, coefficients, entropy_coefficients = vectors
-    num_rows, num_stored = source.shape
-    rows, out = flat_rows(source), flat_rows(target)
-    splits, per_split = split_rows(num_rows, num_stored, configuration.block, configuration.splits, source.device)
-    logits_gradient_kernel[(num_rows, splits)](
-        rows.pointer,
-        out.pointer,
-        labels if loss_mask is None else as_bytes(loss_mask),
-        labels,
-        maximum,
-        total,
-        entropy,
-        maximum if coefficients is None else coefficients,
-        maximum if entropy_coefficients is None else entropy_coefficients,
-        shard.inverse_temperature,
-        shard.inverse_temperature * LOG2_E,
-        shard.num_columns,
-        num_stored,
-        shard.first_column,
-        per_split // ALIGNMENT,
-        rows.shift,
-        rows.stride,
-        out.shift,
-        out.stride,
-        BLOCK=configuration.block,
-        VECTOR=16 // target.itemsize,
-        HAS_MASK=loss_mask is not None,
-        HAS_COEFFICIENTS=coefficients is not None,
-        ENTROPY=entropy_coefficients is not None,
-        num_warps=configuration.num_warps,
-        enable_fp_fusion=True,
-    )

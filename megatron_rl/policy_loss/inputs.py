@@ -299,7 +299,7 @@ def prepared(
     """
     if loss is not None and loss.anchor == "rollout":
         batch = replace(batch, old_log_probs=batch.rollout_log_probs)
-    required = ("cu_seqlens", "loss_mask", "advantages", "token_weights")
+    required = REQUIRED_FIELDS[1:]
     given = {name: getattr(batch, name) for name in (*required, *VECTORS, *DOCUMENT_FIELDS[1:])}
     given = {name: value for name, value in given.items() if value is not None or name in required}
     for name, value in given.items():

@@ -473,30 +473,27 @@ class _WithHeadGradient(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = ctx.gradient
-        if gradient.is_used:
+        gradient, ctx.gradient = ctx.gradient, None  # so that autograd can take its tensors without a copy
+        if gradient is None:
             raise ConfigError(
                 "a second backward through the fused head: its gradient was computed in forward and is gone; compute the loss "
                 "again, or use the logits path (policy_loss) where retain_graph is needed"
             )
-        gradient.is_used = True
         factor: Tensor | None = upstream
         if gradient.loss_scale is not None:
             factor = check_actual_scale(upstream, gradient.loss_scale, "the gradient is already made with the declared one")
-        hidden, weight = gradient.hidden, gradient.weight
-        gradient.hidden = gradient.weight = None  # so that autograd can take the tensors without a copy
+        hidden = gradient.hidden
         if hidden is not None and factor is not None:
             multiply_into(hidden, factor, hidden)
-        return hidden, _deliver_weight(weight, factor, gradient, reaches_hidden=hidden is not None), None, None
+        return hidden, _deliver_weight(factor, gradient), None, None
 
 
-def _deliver_weight(
-    weight: Tensor | None, factor: Tensor | None, gradient: ReadyGradient, *, reaches_hidden: bool
-) -> Tensor | None:
+def _deliver_weight(factor: Tensor | None, gradient: ReadyGradient) -> Tensor | None:
     """What autograd gets for the weight: its gradient, or what Megatron's hooks expect where main_grad has it."""
+    weight = gradient.weight
     parameter: Any = gradient.parameter  # it has attributes of Megatron
     if gradient.is_in_main_grad:
-        if factor is not None and not reaches_hidden:
+        if factor is not None and gradient.hidden is None:
             parameter.main_grad.mul_(factor)  # without a gradient of hidden, only main_grad can show the NaN of a wrong factor
         return gradient_in_main_grad(parameter)
     if weight is None:

@@ -29,6 +29,7 @@ from megatron_rl.policy_loss.inputs import (
     PolicyLossOutput,
     checked_tensors,
     further_inputs,
+    mean_of_documents,
     not_none,
     read_sums,
     sum_columns,
@@ -145,7 +146,7 @@ def reduce_torch(
     value_weights = weights if batch.importance_weights is None else weights * tensors["importance_weights"]
     coefficient_weights = value_weights
     if loss.level == "sequence" and read.importance is not None:
-        mean_importance = torch.where(read.counts > 0, read.importance / read.counts.clamp(min=1), 0.0).to(dtype)
+        mean_importance = mean_of_documents(read.importance, read.counts, dtype)
         coefficient_weights = weights * batch.spread(mean_importance)
     policy_loss = sum_live(value_weights * torch.where(batch.loss_mask, values.value, 0.0), batch)
     c = torch.where(batch.loss_mask, coefficient_weights * torch.where(batch.loss_mask, values.derivative, 0.0), 0.0)

@@ -182,7 +182,9 @@ def _read_prompt_logprobs(records: list[dict[str, Any]], place: str) -> None:
         record["teacher_log_probs"] = own
     sizes = [sum(rank == number for number, (rank, *_) in enumerate(row, 1)) for sample in ranked.values() for row in sample]
     size = min(sizes, default=0)
-    for position, sample in ranked.items() if size else ():
+    if not size:
+        return
+    for position, sample in ranked.items():
         records[position]["teacher_topk_ids"] = [[name for _, name, _ in row[:size]] for row in sample]
         records[position]["teacher_topk_log_probs"] = [[log_prob for *_, log_prob in row[:size]] for row in sample]
 
